@@ -1,0 +1,179 @@
+"""A model checkpoint as the torch-free processes see it: where it is, what it is, and how it sizes images.
+
+Every process opens it: the router for tokenizer and card, preprocess for image sizes, instances to load weights. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from triptych.shared.errors import BadRequest
+
+MAX_ASPECT_RATIO = 200  # Qwen2-VL's processor refuses more (transformers, image_processing_qwen2_vl.smart_resize)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageOptions:
+    """How the model's image processor cuts a picture: sizes in pixels, image_mean and image_std per RGB channel."""
+
+    patch_size: int
+    merge_size: int
+    temporal_patch_size: int
+    min_pixels: int
+    max_pixels: int
+    image_mean: tuple[float, float, float]
+    image_std: tuple[float, float, float]
+
+    def key(self) -> bytes:
+        """What of the options an image's identity depends on (for mm_hash)."""
+        return repr(self).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """path: folder with config.json, safetensors, tokenizer. revision: digest of what defines the model's answers, equal
+    in all processes that opened the same files. config: config.json as parsed."""
+
+    path: Path
+    name: str
+    revision: str
+    config: dict[str, Any]
+    image: ImageOptions
+    max_position_embeddings: int
+    image_token_id: int
+    eos_token_ids: tuple[int, ...]
+    random_weights: bool
+
+    @property
+    def model_type(self) -> str:
+        return str(self.config["model_type"])
+
+
+def open_checkpoint(model: str, name: str = "") -> Checkpoint:
+    """Read the checkpoint at a local folder, or of a hub id (downloaded, or from the local hub cache).
+
+    Raises:
+        BadRequest: there is no such checkpoint, or it lacks what is needed.
+    """
+    if not model:
+        raise BadRequest("no model given: set --model or TRIPTYCH_MODEL to a checkpoint folder or hub id")
+    path = _locate(model)
+    config = _read_json(path / "config.json")
+    processor = _read_json(path / "preprocessor_config.json")
+    generation = _read_json(path / "generation_config.json") if (path / "generation_config.json").exists() else {}
+    text = config.get("text_config", config)
+    try:
+        return Checkpoint(
+            path=path,
+            name=name or path.name if Path(model).is_dir() else name or model,
+            revision=_revision(path),
+            config=config,
+            image=_image_options(processor),
+            max_position_embeddings=int(text["max_position_embeddings"]),
+            image_token_id=int(config["image_token_id"]),
+            eos_token_ids=_ids(generation.get("eos_token_id", text.get("eos_token_id"))),
+            random_weights=bool(config.get("triptych_random_weights", False)),
+        )
+    except KeyError as error:
+        raise BadRequest(f"{model}: its configuration has no {error}", code="unsupported_model") from error
+
+
+def resized(height: int, width: int, options: ImageOptions) -> tuple[int, int]:
+    """Height and width (pixels) that the model sees a height x width picture at: multiples of patch_size * merge_size,
+    area within [min_pixels, max_pixels], ratio kept as well as that allows. The rule is Qwen2-VL's `smart_resize`.
+
+    Raises:
+        BadRequest: one side is more than MAX_ASPECT_RATIO times the other.
+    """
+    factor = options.patch_size * options.merge_size
+    if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
+        raise BadRequest(
+            f"the image is {width}x{height}: one side is over {MAX_ASPECT_RATIO} times the other", code="invalid_image"
+        )
+    new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
+    if new_height * new_width > options.max_pixels:
+        scale = math.sqrt(height * width / options.max_pixels)
+        new_height = max(factor, math.floor(height / scale / factor) * factor)
+        new_width = max(factor, math.floor(width / scale / factor) * factor)
+    elif new_height * new_width < options.min_pixels:
+        scale = math.sqrt(options.min_pixels / (height * width))
+        new_height = math.ceil(height * scale / factor) * factor
+        new_width = math.ceil(width * scale / factor) * factor
+    return new_height, new_width
+
+
+def grid_thw(height: int, width: int, options: ImageOptions) -> tuple[int, int, int]:
+    """Patch grid (t, h, w) of a resized picture."""
+    return 1, height // options.patch_size, width // options.patch_size
+
+
+def num_image_tokens(grid: tuple[int, int, int], options: ImageOptions) -> int:
+    """Vision tokens of a patch grid after the merger."""
+    t, h, w = grid
+    return t * h * w // options.merge_size**2
+
+
+def _locate(model: str) -> Path:
+    folder = Path(model)
+    if folder.is_dir():
+        return folder.resolve()
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt"]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise BadRequest(
+            f"no checkpoint: {model!r} is neither a folder nor a hub id that can be had", code="model_not_found"
+        ) from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        loaded = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise BadRequest(
+            f"cannot read {path.name} of the checkpoint: {type(error).__name__}", code="unsupported_model"
+        ) from error
+    if not isinstance(loaded, dict):
+        raise BadRequest(f"{path.name} of the checkpoint is not an object", code="unsupported_model")
+    return loaded
+
+
+def _image_options(processor: dict[str, Any]) -> ImageOptions:
+    size = processor.get("size") or {}
+    mean, std = processor["image_mean"], processor["image_std"]
+    return ImageOptions(
+        patch_size=int(processor["patch_size"]),
+        merge_size=int(processor["merge_size"]),
+        temporal_patch_size=int(processor["temporal_patch_size"]),
+        min_pixels=int(processor.get("min_pixels") or size["shortest_edge"]),
+        max_pixels=int(processor.get("max_pixels") or size["longest_edge"]),
+        image_mean=(float(mean[0]), float(mean[1]), float(mean[2])),
+        image_std=(float(std[0]), float(std[1]), float(std[2])),
+    )
+
+
+def _ids(value: object) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return tuple(int(i) for i in value) if isinstance(value, list) else (int(str(value)),)
+
+
+def _revision(path: Path) -> str:
+    """Digest over the small files and, for each weight file, its size and safetensors header."""
+    digest = blake3(b"triptych checkpoint v1")
+    for file in sorted(path.iterdir()):
+        if file.suffix in {".json", ".jinja"}:
+            digest.update(file.name.encode() + b"\0" + file.read_bytes())
+        elif file.suffix == ".safetensors":
+            digest.update(file.name.encode() + b"\0" + str(file.stat().st_size).encode())
+            with file.open("rb") as opened:
+                digest.update(opened.read(1 << 16))
+    return digest.hexdigest(16)

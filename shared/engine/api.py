@@ -1,0 +1,106 @@
+"""What an engine is to the roles: encode images, run a batch of sequence chunks, export and import KV blocks.
+
+Engines are synchronous and single-threaded: the instance host calls them on its one engine thread. Roles own the queues
+and the `Sequence` objects; the engine owns weights and the KV cache. Implementations: torch_engine.py; later emulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from triptych.shared.engine.paged_kv import BlockPool
+from triptych.shared.messages import ImageInfo, ModelCard, RequestId, SamplingParams
+
+
+@dataclass(slots=True)
+class ImageSpan:
+    """An image inside a sequence: placeholders [offset, offset + num_tokens). embeddings: [num_tokens, D]."""
+
+    offset: int
+    image: ImageInfo
+    embeddings: torch.Tensor
+
+
+@dataclass(slots=True)
+class Sequence:
+    """One request as the engine sees it. Mutable, owned by one role, used on the engine thread.
+
+    token_ids: prompt (placeholders expanded) and the output so far. The first num_computed_tokens of them have their KV
+    in block_table, whose blocks hold block_size tokens each and must cover what is computed next.
+    positions: int64 [3, num_prompt_tokens] rotary positions of the prompt, set by Engine.prepare; later tokens are at
+    index + position_delta. generator: per request, made by Engine.prepare or Engine.resume when temperature > 0.
+    """
+
+    request_id: RequestId
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    images: list[ImageSpan] = field(default_factory=list)
+    block_table: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    positions: torch.Tensor | None = None
+    position_delta: int = 0
+    generator: torch.Generator | None = None
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Compute the next num_tokens tokens of `sequence` (from num_computed_tokens on)."""
+
+    sequence: Sequence
+    num_tokens: int
+
+
+class Engine(Protocol):
+    """See the module's docstring. block_pool is pure bookkeeping and may be used on the event loop."""
+
+    model_card: ModelCard
+    block_pool: BlockPool
+    block_size: int
+    kv_layout: str  # equal on two instances iff blocks can move between them: model, revision, dtype, layers, heads, block size
+
+    def encode(self, images: Seq[ImageInfo], pixels: Seq[torch.Tensor]) -> list[torch.Tensor]:
+        """Run the vision tower. pixels: uint8 [height, width, 3] each. Returns [num_tokens, D] each, in model dtype.
+
+        Raises:
+            InternalError: an image's num_tokens is not what the vision tower made of it.
+        """
+        ...
+
+    def prepare(self, sequence: Sequence) -> None:
+        """Fill in positions, position_delta and generator of a new sequence.
+
+        Raises:
+            BadRequest: placeholders in token_ids don't match `images`.
+        """
+        ...
+
+    def resume(self, sequence: Sequence) -> None:
+        """Fill in the generator of a sequence that arrives with computed KV and num_output_tokens already sampled: the
+        generator state is what it would be had the sequence run here from the start."""
+        ...
+
+    def run(self, chunks: Seq[Chunk]) -> list[int | None]:
+        """One forward pass over all chunks; advances num_computed_tokens. A chunk that reaches the end of its token_ids
+        gives the next token (not appended by the engine), the others None. The same tokens come out however a sequence is
+        cut in chunks and batched, but for float ties."""
+        ...
+
+    def export_blocks(self, block_ids: Seq[int], out: torch.Tensor | None = None) -> torch.Tensor:
+        """A contiguous copy, [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim], into `out` when given."""
+        ...
+
+    def import_blocks(self, blocks: torch.Tensor, block_ids: Seq[int]) -> None:
+        """Write what export_blocks returned (anywhere with an equal kv_layout) into block_ids."""
+        ...
+
+    def exported_shape(self, num_blocks: int) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of export_blocks for that many blocks."""
+        ...

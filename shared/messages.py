@@ -1,0 +1,415 @@
+"""Every message on the bus: its fields, its subject, its wire form (MessagePack by msgspec). Nothing else defines one.
+
+Tensors and media never ride on the bus: messages carry `TensorRef`s, and the consumer pulls (see shared/transport).
+A payload is at most MAX_PAYLOAD_BYTES. Durations are relative seconds: monotonic clocks of two processes don't compare.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NewType
+
+import msgspec
+from triptych.shared.errors import InternalError, TriptychError, WireError
+
+InstanceId = NewType("InstanceId", str)
+"""One life of one process, such as `encoder-0-5f3a2c1b`: slot name and incarnation. A restarted process has a new one."""
+RequestId = NewType("RequestId", str)
+TensorId = NewType("TensorId", str)
+
+MAX_PAYLOAD_BYTES = 64 * 1024  # chosen: the issue's bound; NATS itself stops at 1 MB
+MAX_INLINE_TOKENS = (
+    12_000  # chosen: 4 bytes each, leaves 16 KB for the rest of a message; a longer prompt is a TensorRef
+)
+
+Service = Literal["router", "preprocess", "instance", "scaler"]
+Role = Literal["encoder", "prefill", "decode"]
+State = Literal["starting", "ready", "draining"]
+FinishReason = Literal["stop", "length", "abort"]
+
+_PREFIX = "triptych.v1"
+HEARTBEAT_SUBJECT = f"{_PREFIX}.heartbeat"
+LOST_SUBJECT = f"{_PREFIX}.lost"
+LAUNCHER_SUBJECT = f"{_PREFIX}.launcher"
+STATUS_SUBJECT = f"{_PREFIX}.status"
+
+
+def instance_subject(instance_id: InstanceId) -> str:
+    """Where one instance takes `InstanceRequest`s."""
+    return f"{_PREFIX}.instance.{instance_id}"
+
+
+def stream_subject(router_id: InstanceId) -> str:
+    """Where one router takes `TokenBatch`es."""
+    return f"{_PREFIX}.stream.{router_id}"
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True, forbid_unknown_fields=False):
+    """Base of all messages: tagged by class name, unknown fields ignored so that versions can differ by a field."""
+
+
+# --- data that several messages carry ----------------------------------------------------------------------------------
+
+
+class TensorRef(msgspec.Struct, frozen=True):
+    """A tensor leased in its owner's store, to be pulled over the transport.
+
+    shape and dtype (`uint8`, `float32`, `bfloat16`, ...) describe the contiguous tensor; num_bytes is its exact size.
+    The owner may drop it lease_s seconds after it was stored, or when its request is released.
+    """
+
+    tensor_id: TensorId
+    owner: InstanceId
+    shape: tuple[int, ...]
+    dtype: str
+    num_bytes: int
+    lease_s: float
+
+
+class ImageInfo(msgspec.Struct, frozen=True):
+    """What the control plane knows of one image: height and width after the model's resize (pixels), patch grid
+    (t, h, w), and the number of vision tokens that it takes in the prompt."""
+
+    mm_hash: bytes
+    height: int
+    width: int
+    grid_thw: tuple[int, int, int]
+    num_tokens: int
+
+
+class PlacedImage(msgspec.Struct, frozen=True):
+    """An image's place in the unified sequence: its num_tokens placeholders start at `offset`."""
+
+    image: ImageInfo
+    offset: int
+    embeddings: TensorRef
+
+
+class PromptTokens(msgspec.Struct, frozen=True):
+    """The unified sequence (placeholders expanded) as little-endian uint32: inline, or leased when longer than
+    MAX_INLINE_TOKENS (a uint8 tensor of 4 * num_tokens bytes)."""
+
+    num_tokens: int
+    inline: bytes = b""
+    leased: TensorRef | None = None
+
+
+class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    """temperature 0 is greedy. max_tokens counts output tokens, the first included; stop_token_ids end the output and are
+    not part of it, unless ignore_eos."""
+
+    max_tokens: int
+    temperature: float = 0.0
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+class KvRef(msgspec.Struct, frozen=True):
+    """A request's KV blocks, leased by the prefill instance. `tensor` has shape [num_layers, 2, num_blocks, block_size,
+    num_kv_heads, head_dim]; the first num_computed_tokens slots are valid. `layout` must equal the puller's own.
+    position_delta is added to a token's index to get its rotary position (multimodal rotary positions run behind)."""
+
+    tensor: TensorRef
+    num_computed_tokens: int
+    block_size: int
+    position_delta: int
+    layout: str
+
+
+class StageTime(msgspec.Struct, frozen=True):
+    """Seconds spent in one stage of one request on one instance: waiting in its queue, pulling inputs, computing."""
+
+    stage: str
+    instance_id: InstanceId
+    queued_s: float = 0.0
+    transfer_s: float = 0.0
+    compute_s: float = 0.0
+
+
+# --- requests to one instance; each is answered by its reply or by ErrorReply -------------------------------------------
+
+
+class PreprocessRequest(Message, frozen=True):
+    """Decode one media item. Exactly one of url (http, https) and media_id (bytes uploaded to the instance's /media).
+    param names the item in error messages."""
+
+    request_id: RequestId
+    router_id: InstanceId
+    param: str
+    timeout_s: float
+    url: str | None = None
+    media_id: str | None = None
+
+
+class PreprocessReply(Message, frozen=True):
+    """pixels: uint8 [height, width, 3], RGB, already resized for the model."""
+
+    image: ImageInfo
+    pixels: TensorRef
+    time: StageTime
+
+
+class EncodeRequest(Message, frozen=True):
+    request_id: RequestId
+    router_id: InstanceId
+    image: ImageInfo
+    pixels: TensorRef
+    timeout_s: float
+
+
+class EncodeReply(Message, frozen=True):
+    """embeddings: model dtype [num_tokens, hidden_size], as they enter the language model."""
+
+    embeddings: TensorRef
+    time: StageTime
+
+
+class PrefillRequest(Message, frozen=True):
+    """images are sorted by offset, disjoint, and in bounds of the prompt; the receiver checks that."""
+
+    request_id: RequestId
+    router_id: InstanceId
+    prompt: PromptTokens
+    images: tuple[PlacedImage, ...]
+    sampling: SamplingParams
+    timeout_s: float
+
+
+class PrefillReply(Message, frozen=True):
+    """first_token is the first output token. finish_reason is set when it is also the last: then kv is None (and when it
+    is "stop", first_token is the stop token itself, not to be shown)."""
+
+    first_token: int
+    time: StageTime
+    finish_reason: FinishReason | None = None
+    kv: KvRef | None = None
+
+
+class DecodeRequest(Message, frozen=True):
+    """Continue after first_token. Token chunks go to stream_subject(router_id), first one with seq 1."""
+
+    request_id: RequestId
+    router_id: InstanceId
+    kv: KvRef
+    first_token: int
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    timeout_s: float
+
+
+class Accepted(Message, frozen=True):
+    """The request is queued: its result comes on the stream."""
+
+
+class ReleaseRequest(Message, frozen=True):
+    """Published, not answered: drop everything held or running for request_id at this instance. Idempotent."""
+
+    request_id: RequestId
+
+
+class DrainRequest(Message, frozen=True):
+    """Take no new work, finish what is running, then leave (exit when `exit`)."""
+
+    exit: bool = True
+
+
+class PullRequest(Message, frozen=True):
+    """Ask the owner of a tensor to make it available to `puller`. `channel` names the transport's medium
+    ("shared_memory" or "gloo"); epoch names the pair's process group for gloo; shape, dtype and num_bytes are what the
+    puller has room for, and are refused when they differ from what is stored."""
+
+    tensor_id: TensorId
+    puller: InstanceId
+    channel: str
+    transfer_id: int
+    shape: tuple[int, ...]
+    dtype: str
+    num_bytes: int
+    timeout_s: float
+    epoch: int = 0
+
+
+class PullReply(Message, frozen=True):
+    """shared_memory: the bytes lie at offset in the owner's arena until PullDone. gloo: a send with tag transfer_id is
+    posted."""
+
+    offset: int = 0
+
+
+class PullDone(Message, frozen=True):
+    """Published by the puller: the transfer is over; drop the tensor too when `release`."""
+
+    tensor_id: TensorId
+    puller: InstanceId
+    transfer_id: int
+    release: bool
+
+
+class PairRequest(Message, frozen=True):
+    """Ask a tensor owner to join the 2-rank process group named by (owner, puller, epoch), over the owner's TCPStore."""
+
+    puller: InstanceId
+    epoch: int
+    timeout_s: float
+
+
+class StatusRequest(Message, frozen=True):
+    """To the scaler: what does the cluster look like?"""
+
+
+class LaunchRequest(Message, frozen=True):
+    """From the scaler to the local launcher: start the process of slot `name` again."""
+
+    name: str
+
+
+InstanceRequest = (
+    PreprocessRequest
+    | EncodeRequest
+    | PrefillRequest
+    | DecodeRequest
+    | ReleaseRequest
+    | DrainRequest
+    | PullRequest
+    | PullDone
+    | PairRequest
+    | StatusRequest
+    | LaunchRequest
+)
+
+
+class ErrorReply(Message, frozen=True):
+    error: WireError
+
+
+# --- events, published ----------------------------------------------------------------------------------------------------
+
+
+class TokenChunk(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Output tokens [seq, seq + len(token_ids)) of a request. The chunk with finish_reason or error is the last one; an
+    empty chunk is a sign of life. times comes with the last chunk."""
+
+    request_id: RequestId
+    seq: int
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    error: WireError | None = None
+    time: StageTime | None = None
+
+
+class TokenBatch(Message, frozen=True):
+    """All chunks that one decode step made for one router."""
+
+    instance_id: InstanceId
+    chunks: tuple[TokenChunk, ...]
+
+
+class TransportAddress(msgspec.Struct, frozen=True):
+    """How peers reach an instance's tensors. arena: path and probe token of its shared-memory arena, usable by peers that
+    can open the path and read the token there; store_host and store_port: its TCPStore."""
+
+    arena_path: str
+    arena_token: str
+    store_host: str
+    store_port: int
+
+
+class StageLoad(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What one role of one instance has to do: requests waiting and running, and tokens not yet computed (vision tokens
+    for an encoder, prompt tokens for prefill, tokens in context for decode)."""
+
+    stage: str
+    num_waiting: int = 0
+    num_running: int = 0
+    num_pending_tokens: int = 0
+
+
+class Resources(msgspec.Struct, frozen=True, omit_defaults=True):
+    pid: int
+    num_threads: int
+    pss_bytes: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    num_cached_blocks: int = 0
+    num_leased_blocks: int = 0
+    tensor_store_bytes: int = 0
+    tensor_store_capacity_bytes: int = 0
+    num_leases: int = 0
+
+
+class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Which model an instance serves; a router only joins instances of one model and revision."""
+
+    name: str
+    revision: str
+    max_model_len: int
+    random_weights: bool = False
+
+
+class Heartbeat(Message, frozen=True):
+    """Published every heartbeat_interval_s by every process; the registry is nothing but the recent ones."""
+
+    instance_id: InstanceId
+    name: str
+    service: Service
+    state: State
+    roles: tuple[Role, ...]
+    http_url: str
+    interval_s: float
+    host: str
+    loads: tuple[StageLoad, ...]
+    resources: Resources
+    model: ModelCard | None = None
+    transport: TransportAddress | None = None
+
+
+class Lost(Message, frozen=True):
+    """Published by whoever saw an instance end: the launcher, or the instance itself as its last word."""
+
+    instance_id: InstanceId
+    name: str
+    exit_code: int
+    expected: bool
+
+
+class StatusReply(Message, frozen=True):
+    instances: tuple[Heartbeat, ...]
+    num_restarts: int
+
+
+Event = TokenBatch | Heartbeat | Lost
+Reply = PreprocessReply | EncodeReply | PrefillReply | Accepted | PullReply | StatusReply | ErrorReply
+
+_encoder = msgspec.msgpack.Encoder()
+_request_decoder: msgspec.msgpack.Decoder[InstanceRequest] = msgspec.msgpack.Decoder(InstanceRequest)
+_reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+_event_decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
+
+
+def encode(message: Message) -> bytes:
+    """The wire form of `message`.
+
+    Raises:
+        InternalError: it is larger than MAX_PAYLOAD_BYTES.
+    """
+    payload = _encoder.encode(message)
+    if len(payload) > MAX_PAYLOAD_BYTES:
+        raise InternalError(f"a {type(message).__name__} of {len(payload)} bytes is over the bus limit")
+    return payload
+
+
+def decode_request(payload: bytes) -> InstanceRequest:
+    """Raises msgspec.MsgspecError when the payload is not a valid request."""
+    return _request_decoder.decode(payload)
+
+
+def decode_reply(payload: bytes) -> Reply:
+    return _reply_decoder.decode(payload)
+
+
+def decode_event(payload: bytes) -> Event:
+    return _event_decoder.decode(payload)
+
+
+def error_reply(error: TriptychError) -> ErrorReply:
+    return ErrorReply(error.to_wire())

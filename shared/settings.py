@@ -1,0 +1,95 @@
+"""All settings of all processes: TRIPTYCH_* environment variables, each with a command-line twin.
+
+An unknown TRIPTYCH_* variable fails with its name and what is allowed. Durations are seconds, sizes are bytes.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+from triptych.shared.errors import BadRequest
+
+PREFIX = "TRIPTYCH_"
+
+
+class Settings(BaseSettings):
+    """Bounds are chosen for one machine of 2 to 64 cores; the origin of each number is in its description."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True)
+
+    # what is served
+    model: str = Field("", description="checkpoint folder or hub id")
+    model_name: str = Field("", description="name in the API; default: the last part of `model`")
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: Literal["cpu", "cuda"] = "cpu"
+    max_model_len: int = Field(0, ge=0, description="longest prompt + output; 0: what the model and the KV pool allow")
+
+    # where things are
+    nats_url: str = Field("", description="an existing NATS server; empty: `triptych up` starts one")
+    redis_url: str = Field("", description="an existing Redis server; empty: `triptych up` starts one")
+    bind_host: str = Field("127.0.0.1", description="address to listen on; `hostname`: this host's own address")
+    port: int = Field(8000, ge=0, le=65535, description="the router's HTTP port; 0: a free one")
+    name: str = Field("", description="slot name of this process, such as encoder-0; default: made from its stage")
+
+    # the engine
+    threads: int = Field(0, ge=0, description="torch threads per instance; 0: max(1, cores // engine instances)")
+    engine_instances: int = Field(3, ge=1, description="engine instances on this machine, for the default of threads")
+    block_size: int = Field(16, ge=1, le=256, description="tokens per KV block")
+    kv_cache_bytes: int = Field(256 << 20, ge=1 << 16, description="memory of one instance's KV pool")
+    max_num_seqs: int = Field(64, ge=1, description="sequences in one decode batch")
+    max_prefill_tokens: int = Field(512, ge=1, description="tokens in one prefill step (chunked prefill)")
+    max_encode_tokens: int = Field(4096, ge=1, description="vision tokens in one encode batch")
+
+    # bounds
+    max_waiting: int = Field(1024, ge=1, description="requests waiting in one stage; more are refused")
+    max_inflight: int = Field(256, ge=1, description="requests inside one router; more are refused with 503")
+    tensor_store_bytes: int = Field(512 << 20, ge=1 << 16, description="leased tensors per instance")
+    media_store_bytes: int = Field(
+        256 << 20, ge=1 << 16, description="uploaded media waiting in one preprocess instance"
+    )
+    max_body_bytes: int = Field(64 << 20, ge=1024, description="largest HTTP body")
+    max_messages: int = Field(512, ge=1)
+    max_images: int = Field(32, ge=1, description="images per request")
+    max_media_bytes: int = Field(32 << 20, ge=1024, description="largest encoded image")
+    max_image_pixels: int = Field(64_000_000, ge=1, description="largest decoded image, read from its header")
+
+    # time
+    request_timeout_s: float = Field(120.0, gt=0, description="deadline of a request")
+    stage_wait_s: float = Field(20.0, ge=0, description="how long a request waits for an absent stage before 503")
+    heartbeat_interval_s: float = Field(0.5, gt=0)
+    heartbeat_timeout_s: float = Field(3.0, gt=0, description="an instance that is silent this long is lost")
+    drain_timeout_s: float = Field(30.0, ge=0, description="how long SIGTERM waits for running work")
+    fetch_timeout_s: float = Field(10.0, gt=0, description="whole budget of one media download")
+    transfer_timeout_s: float = Field(15.0, gt=0, description="one tensor pull; Gloo's own default is 30 minutes")
+
+    # policy
+    transport: Literal["auto", "gloo", "shared_memory"] = Field(
+        "auto", description="auto: shared memory where it works"
+    )
+    max_attempts: int = Field(2, ge=1, le=5, description="tries of a request before its first token")
+    allow_private_media: bool = Field(False, description="let image URLs point at private addresses (tests only)")
+
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_json: bool = Field(False, description="JSON logs; default: only when stderr is not a terminal")
+
+
+def load_settings(**overrides: object) -> Settings:
+    """Settings from the environment; overrides (command-line flags, None means not given) win.
+
+    Raises:
+        BadRequest: an unknown TRIPTYCH_* variable or a value out of bounds; the message names it.
+    """
+    known = {PREFIX + name.upper() for name in Settings.model_fields}
+    unknown = sorted(key for key in os.environ if key.startswith(PREFIX) and key not in known)
+    if unknown:
+        raise BadRequest(
+            f"unknown setting {', '.join(unknown)}; allowed: {', '.join(sorted(known))}", code="unknown_setting"
+        )
+    given = {key: value for key, value in overrides.items() if value is not None}
+    try:
+        return Settings(**given)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise BadRequest(f"bad setting: {error}", code="bad_setting") from error

@@ -1,0 +1,99 @@
+"""How tensors move between instances: the producer stores a tensor under a lease, the consumer pulls it by its TensorRef.
+
+Control messages (PullRequest, PullDone, PairRequest) go through `ControlPlane`, which the bus implements; bytes go through
+shared memory or torch.distributed, never through the bus. All methods are for the event loop; copies run in threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from triptych.shared.messages import (
+    Accepted,
+    InstanceId,
+    Message,
+    PairRequest,
+    PullDone,
+    PullReply,
+    PullRequest,
+    Reply,
+    RequestId,
+    TensorId,
+    TensorRef,
+    TransportAddress,
+)
+
+
+class ControlPlane(Protocol):
+    """Carries control messages to one instance."""
+
+    async def request(self, instance_id: InstanceId, message: Message, timeout_s: float) -> Reply:
+        """Raises InstanceLost when nobody answers there, DeadlineExceeded after timeout_s, or the error it answered."""
+        ...
+
+    async def publish(self, instance_id: InstanceId, message: Message) -> None: ...
+
+
+class Transport(Protocol):
+    """One instance's side: its store of leased tensors, and pulls from others."""
+
+    address: TransportAddress
+
+    async def put(self, tensor: torch.Tensor, request_id: RequestId, lease_s: float) -> TensorRef:
+        """Copy a tensor into the store.
+
+        Raises:
+            Overloaded: the store stays full (it refuses, never grows).
+        """
+        ...
+
+    async def put_lazy(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        request_id: RequestId,
+        lease_s: float,
+        materialize: Callable[[torch.Tensor], None],
+        on_release: Callable[[], None],
+    ) -> TensorRef:
+        """Lease a tensor that is only written (by materialize, in the engine thread's stead: it is called from a worker
+        thread with the destination) when somebody pulls it. on_release is called exactly once, on the event loop, when the
+        lease ends for whatever reason. Takes room in the store only while it is pulled."""
+        ...
+
+    async def pull(
+        self, ref: TensorRef, peer: TransportAddress, timeout_s: float, release: bool = True
+    ) -> torch.Tensor:
+        """The tensor's bytes in memory of our own; release drops it at its owner.
+
+        Raises:
+            InstanceLost: the owner is gone or no longer holds it.
+            DeadlineExceeded: it took longer than timeout_s.
+        """
+        ...
+
+    def release(self, tensor_id: TensorId) -> None:
+        """Drop one of our own tensors. Idempotent."""
+        ...
+
+    def release_request(self, request_id: RequestId) -> None:
+        """Drop all of our own tensors of a request. Idempotent."""
+        ...
+
+    async def on_pull(self, message: PullRequest) -> PullReply: ...
+
+    def on_pull_done(self, message: PullDone) -> None: ...
+
+    async def on_pair(self, message: PairRequest) -> Accepted: ...
+
+    def forget_peer(self, instance_id: InstanceId) -> None:
+        """A peer is gone: close its pair and drop transfers under way to it."""
+        ...
+
+    def usage(self) -> tuple[int, int, int]:
+        """Bytes in use, capacity in bytes, leases held."""
+        ...
+
+    async def close(self) -> None: ...
