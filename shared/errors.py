@@ -56,9 +56,7 @@ class BadRequest(TriptychError):
 
     kind: ErrorKind = "bad_request"
 
-    def __init__(
-        self, message: str, *, code: str = "invalid_request", status: int = 400, param: str | None = None
-    ) -> None:
+    def __init__(self, message: str, *, code: str = "invalid_request", status: int = 400, param: str | None = None) -> None:
         super().__init__(message, code=code, status=status, param=param)
 
 
@@ -67,9 +65,7 @@ class Overloaded(TriptychError):
 
     kind: ErrorKind = "overloaded"
 
-    def __init__(
-        self, message: str, *, code: str = "overloaded", status: int = 503, retry_after_s: float | None = 1.0
-    ) -> None:
+    def __init__(self, message: str, *, code: str = "overloaded", status: int = 503, retry_after_s: float | None = 1.0) -> None:
         super().__init__(message, code=code, status=status, retry_after_s=retry_after_s)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Literal, NewType
 
 import msgspec
+
 from triptych.shared.errors import InternalError, TriptychError, WireError
 
 InstanceId = NewType("InstanceId", str)
@@ -17,9 +18,7 @@ RequestId = NewType("RequestId", str)
 TensorId = NewType("TensorId", str)
 
 MAX_PAYLOAD_BYTES = 64 * 1024  # chosen: the bound; NATS itself stops at 1 MB
-MAX_INLINE_TOKENS = (
-    12_000  # chosen: 4 bytes each, leaves 16 KB for the rest of a message; a longer prompt is a TensorRef
-)
+MAX_INLINE_TOKENS = 12_000  # chosen: 4 bytes each, leaves 16 KB for the rest of a message; a longer prompt is a TensorRef
 
 Service = Literal["router", "preprocess", "instance", "scaler"]
 Role = Literal["encoder", "prefill", "decode"]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from fastapi import FastAPI
+
 from triptych.shared.bus import Bus
 from triptych.shared.messages import (
     Heartbeat,

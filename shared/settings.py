@@ -10,6 +10,7 @@ from typing import Literal
 
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
 from triptych.shared.errors import BadRequest
 
 PREFIX = "TRIPTYCH_"
@@ -47,9 +48,7 @@ class Settings(BaseSettings):
     max_waiting: int = Field(1024, ge=1, description="requests waiting in one stage; more are refused")
     max_inflight: int = Field(256, ge=1, description="requests inside one router; more are refused with 503")
     tensor_store_bytes: int = Field(512 << 20, ge=1 << 16, description="leased tensors per instance")
-    media_store_bytes: int = Field(
-        256 << 20, ge=1 << 16, description="uploaded media waiting in one preprocess instance"
-    )
+    media_store_bytes: int = Field(256 << 20, ge=1 << 16, description="uploaded media waiting in one preprocess instance")
     max_body_bytes: int = Field(64 << 20, ge=1024, description="largest HTTP body")
     max_messages: int = Field(512, ge=1)
     max_images: int = Field(32, ge=1, description="images per request")
@@ -66,9 +65,7 @@ class Settings(BaseSettings):
     transfer_timeout_s: float = Field(15.0, gt=0, description="one tensor pull; Gloo's own default is 30 minutes")
 
     # policy
-    transport: Literal["auto", "gloo", "shared_memory"] = Field(
-        "auto", description="auto: shared memory where it works"
-    )
+    transport: Literal["auto", "gloo", "shared_memory"] = Field("auto", description="auto: shared memory where it works")
     max_attempts: int = Field(2, ge=1, le=5, description="tries of a request before its first token")
     allow_private_media: bool = Field(False, description="let image URLs point at private addresses (tests only)")
 
@@ -85,9 +82,7 @@ def load_settings(**overrides: object) -> Settings:
     known = {PREFIX + name.upper() for name in Settings.model_fields}
     unknown = sorted(key for key in os.environ if key.startswith(PREFIX) and key not in known)
     if unknown:
-        raise BadRequest(
-            f"unknown setting {', '.join(unknown)}; allowed: {', '.join(sorted(known))}", code="unknown_setting"
-        )
+        raise BadRequest(f"unknown setting {', '.join(unknown)}; allowed: {', '.join(sorted(known))}", code="unknown_setting")
     given = {key: value for key, value in overrides.items() if value is not None}
     try:
         return Settings(**given)  # type: ignore[arg-type]

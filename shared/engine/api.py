@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+
 from triptych.shared.engine.paged_kv import BlockPool
 from triptych.shared.messages import ImageInfo, ModelCard, RequestId, SamplingParams
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
+
 from triptych.shared.messages import (
     Accepted,
     InstanceId,
@@ -63,9 +64,7 @@ class Transport(Protocol):
         lease ends for whatever reason. Takes room in the store only while it is pulled."""
         ...
 
-    async def pull(
-        self, ref: TensorRef, peer: TransportAddress, timeout_s: float, release: bool = True
-    ) -> torch.Tensor:
+    async def pull(self, ref: TensorRef, peer: TransportAddress, timeout_s: float, release: bool = True) -> torch.Tensor:
         """The tensor's bytes in memory of our own; release drops it at its owner.
 
         Raises:
