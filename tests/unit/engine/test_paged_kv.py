@@ -47,12 +47,12 @@ class PoolMachine(RuleBasedStateMachine):
         self.holds[block_id, holder] += 1
 
     @precondition(lambda self: self.held_blocks())
-    @rule(data=st.data(), target=st.sampled_from(HOLDERS))
-    def move(self, data: st.DataObject, target: Holder) -> None:
+    @rule(data=st.data(), new_holder=st.sampled_from(HOLDERS))
+    def move(self, data: st.DataObject, new_holder: Holder) -> None:
         block_id, source = data.draw(st.sampled_from(sorted(+self.holds)))
-        self.pool.move([block_id], source, target)
+        self.pool.move([block_id], source, new_holder)
         self.holds[block_id, source] -= 1
-        self.holds[block_id, target] += 1
+        self.holds[block_id, new_holder] += 1
 
     @precondition(lambda self: self.held_blocks())
     @rule(data=st.data())
