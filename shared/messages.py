@@ -20,7 +20,7 @@ TensorId = NewType("TensorId", str)
 MAX_PAYLOAD_BYTES = 64 * 1024  # chosen: the bound; NATS itself stops at 1 MB
 MAX_INLINE_TOKENS = 12_000  # chosen: 4 bytes each, leaves 16 KB for the rest of a message; a longer prompt is a TensorRef
 
-Service = Literal["router", "preprocess", "instance", "scaler"]
+Service = Literal["router", "preprocess", "instance", "scaler", "launcher"]
 Role = Literal["encoder", "prefill", "decode"]
 State = Literal["starting", "ready", "draining"]
 FinishReason = Literal["stop", "length", "abort"]

@@ -1,49 +1,86 @@
-"""Who is there: the recent heartbeats of all processes (soft state, nothing is stored anywhere).
-
-SIGNATURES ONLY for now; the body is being written.
-"""
+"""Who is there: the recent heartbeats of all processes (soft state, nothing is stored anywhere)."""
 
 from __future__ import annotations
 
+import asyncio
+from collections import deque
 from collections.abc import Callable
 
-from triptych.shared.messages import Event, Heartbeat, InstanceId, Role, Service
+from triptych.shared.messages import Event, Heartbeat, InstanceId, Lost, Role, Service
+
+NUM_REMEMBERED_LOST = 1024  # chosen: a late heartbeat of a dead instance comes within a second
 
 
 class Registry:
     """Fed by on_event with Heartbeat and Lost; sweep() drops the silent. Not thread-safe: event loop only."""
 
     def __init__(self, heartbeat_timeout_s: float) -> None:
-        raise NotImplementedError
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._beats: dict[InstanceId, Heartbeat] = {}
+        self._seen_s: dict[InstanceId, float] = {}
+        self._ended: deque[InstanceId] = deque(maxlen=NUM_REMEMBERED_LOST)
+        self._no_sweep_until_s = 0.0
+        self._lost_callbacks: list[Callable[[InstanceId], None]] = []
+        self._changed = asyncio.Event()
 
     def on_event(self, event: Event, now_s: float) -> None:
-        """now_s: time.monotonic() of the caller."""
-        raise NotImplementedError
+        """now_s: time.monotonic() of the caller. A heartbeat of an instance that has ended (Lost) is ignored; one that was
+        only silent is welcome again."""
+        if isinstance(event, Lost):
+            if event.instance_id not in self._ended:
+                self._ended.append(event.instance_id)
+                self._forget(event.instance_id)
+        elif isinstance(event, Heartbeat) and event.instance_id not in self._ended:
+            self._beats[event.instance_id] = event
+            self._seen_s[event.instance_id] = now_s
+            self._changed.set()
 
     def sweep(self, now_s: float) -> None:
         """Forget instances silent for longer than heartbeat_timeout_s (their lost callbacks run). Skipped for one timeout
         after the bus was disconnected (note_reconnected): our own silence is not theirs."""
-        raise NotImplementedError
+        if now_s < self._no_sweep_until_s:
+            return
+        silent = [key for key, seen_s in self._seen_s.items() if now_s - seen_s > self._heartbeat_timeout_s]
+        for instance_id in silent:
+            self._forget(instance_id)
+
+    def _forget(self, instance_id: InstanceId) -> None:
+        for callback in self._lost_callbacks:
+            callback(instance_id)
+        self._beats.pop(instance_id, None)
+        self._seen_s.pop(instance_id, None)
 
     def note_reconnected(self, now_s: float) -> None:
-        raise NotImplementedError
+        self._no_sweep_until_s = now_s + self._heartbeat_timeout_s
 
     def get(self, instance_id: InstanceId) -> Heartbeat | None:
-        raise NotImplementedError
+        """The last heartbeat of a known instance; inside a lost callback still that of the lost one."""
+        return self._beats.get(instance_id)
 
     def all(self) -> list[Heartbeat]:
-        raise NotImplementedError
+        return list(self._beats.values())
 
     def ready(self, *, service: Service | None = None, role: Role | None = None) -> list[Heartbeat]:
         """Instances in state ready, of that service and role."""
-        raise NotImplementedError
+        return [
+            beat
+            for beat in self._beats.values()
+            if beat.state == "ready" and (service is None or beat.service == service) and (role is None or role in beat.roles)
+        ]
 
     def on_lost(self, callback: Callable[[InstanceId], None]) -> None:
-        """callback runs once for each instance that was lost, left, or went silent."""
-        raise NotImplementedError
+        """callback runs once for each instance that was lost, left, or went silent, also for one never heard of."""
+        self._lost_callbacks.append(callback)
 
     async def wait_ready(
         self, timeout_s: float, *, service: Service | None = None, role: Role | None = None
     ) -> list[Heartbeat]:
         """`ready(...)`, waiting for the first one; [] after timeout_s."""
-        raise NotImplementedError
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not (found := self.ready(service=service, role=role)):
+                    self._changed.clear()  # every waiter looks again after each heartbeat, so sharing one event is safe
+                    await self._changed.wait()
+        except TimeoutError:
+            return []
+        return found
