@@ -1,6 +1,62 @@
-VENV ?= .venv
+# What people run; `make help` lists it. On the command line: PYTHON (to make .venv), VENV, TORCH (version to install).
+PYTHON ?= python3
+VENV   ?= .venv
+TORCH  ?= 2.13.0
+SHELL  := /bin/bash
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.setup-torch-$(TORCH)
+SOURCE := services shared cache loadgen
+FAST   := tests/test_architecture.py tests/test_packaging.py tests/unit
+# One thread per process and no look at the model hub: tests start many processes at once.
+TEST_ENV := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
+PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
 export PYTHONSAFEPATH = 1
-.PHONY: types
-types:  ## link the folders as one package, for the type checker
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-long test-compose gpu-check check format types clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP)  ## make .venv with everything in it (skipped when up to date)
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "$(PYTHON) is older than Python 3.11: give another one, as in make setup PYTHON=python3.12" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'torch==$(TORCH)'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@rm -f $(VENV)/.setup-torch-* && touch $@
+
+demo: setup  ## start a cluster, ask it about pictures, show each request's path
+	@$(BIN)/python -m triptych.loadgen.demo
+
+test: setup  ## all tests but the long, compose and gpu ones
+	$(PYTEST)
+
+test-long: setup  ## the tests that take minutes
+	$(PYTEST) -m long --timeout 1800
+
+test-compose: setup  ## build the images, run docker-compose.yml, send it requests (needs a Docker engine)
+	$(PYTEST) tests/compose -m compose --timeout 1800
+
+gpu-check: setup  ## the tests that need a CUDA device
+	$(PYTEST) tests/gpu -m gpu
+
+check: setup types  ## format, lint, types, fast tests
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy $(SOURCE:%=build/types/triptych/%)
+	$(PYTEST) $(FAST)
+
+format: setup  ## rewrite the files as `make check` wants them
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+types:  ## link the folders as one package, for type checkers
 	@mkdir -p build/types/triptych
-	@for d in services shared cache loadgen; do ln -sfn ../../../$$d build/types/triptych/$$d; done
+	@for folder in $(SOURCE); do ln -sfn ../../../$$folder build/types/triptych/$$folder; done
+
+clean:  ## remove what was made, .venv too
+	rm -rf $(VENV) build dist *.egg-info .run .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find $(SOURCE) tests deploy -name __pycache__ -type d -prune -exec rm -rf {} +

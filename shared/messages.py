@@ -51,7 +51,6 @@ class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True, forbid_
 
 class TensorRef(msgspec.Struct, frozen=True):
     """A tensor leased in its owner's store, to be pulled over the transport.
-
     shape and dtype (`uint8`, `float32`, `bfloat16`, ...) describe the contiguous tensor; num_bytes is its exact size.
     The owner may drop it lease_s seconds after it was stored, or when its request is released.
     """
@@ -129,8 +128,7 @@ class StageTime(msgspec.Struct, frozen=True):
 
 
 class PreprocessRequest(Message, frozen=True):
-    """Decode one media item. Exactly one of url (http, https) and media_id (bytes uploaded to the instance's /media).
-    param names the item in error messages."""
+    """Decode one media item: url (http, https) or media_id (bytes sent to /media). param names it in error messages."""
 
     request_id: RequestId
     router_id: InstanceId
@@ -229,8 +227,7 @@ class PullRequest(Message, frozen=True):
 
 
 class PullReply(Message, frozen=True):
-    """shared_memory: the bytes lie at offset in the owner's arena until PullDone. gloo: a send with tag transfer_id is
-    posted."""
+    """shared_memory: the bytes lie at offset in the owner's arena until PullDone. gloo: a send is posted."""
 
     offset: int = 0
 
@@ -262,19 +259,9 @@ class LaunchRequest(Message, frozen=True):
     name: str
 
 
-InstanceRequest = (
-    PreprocessRequest
-    | EncodeRequest
-    | PrefillRequest
-    | DecodeRequest
-    | ReleaseRequest
-    | DrainRequest
-    | PullRequest
-    | PullDone
-    | PairRequest
-    | StatusRequest
-    | LaunchRequest
-)
+_Work = PreprocessRequest | EncodeRequest | PrefillRequest | DecodeRequest | ReleaseRequest
+_Transfer = PullRequest | PullDone | PairRequest
+InstanceRequest = _Work | _Transfer | DrainRequest | StatusRequest | LaunchRequest
 
 
 class ErrorReply(Message, frozen=True):
@@ -285,8 +272,8 @@ class ErrorReply(Message, frozen=True):
 
 
 class TokenChunk(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Output tokens [seq, seq + len(token_ids)) of a request. The chunk with finish_reason or error is the last one; an
-    empty chunk is a sign of life. times comes with the last chunk."""
+    """Output tokens [seq, seq + len(token_ids)) of a request. The chunk with finish_reason or error is the last one and
+    carries time; an empty chunk is a sign of life."""
 
     request_id: RequestId
     seq: int
@@ -386,11 +373,7 @@ _event_decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
 
 
 def encode(message: Message) -> bytes:
-    """The wire form of `message`.
-
-    Raises:
-        InternalError: it is larger than MAX_PAYLOAD_BYTES.
-    """
+    """The wire form of `message`. Raises InternalError when it is larger than MAX_PAYLOAD_BYTES."""
     payload = _encoder.encode(message)
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise InternalError(f"a {type(message).__name__} of {len(payload)} bytes is over the bus limit")
@@ -403,12 +386,15 @@ def decode_request(payload: bytes) -> InstanceRequest:
 
 
 def decode_reply(payload: bytes) -> Reply:
+    """Raises msgspec.MsgspecError when the payload is not a valid reply."""
     return _reply_decoder.decode(payload)
 
 
 def decode_event(payload: bytes) -> Event:
+    """Raises msgspec.MsgspecError when the payload is not a valid event."""
     return _event_decoder.decode(payload)
 
 
 def error_reply(error: TriptychError) -> ErrorReply:
+    """What a handler answers with instead of its reply."""
     return ErrorReply(error.to_wire())
