@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from blake3 import blake3
 
 from triptych.shared.errors import BadRequest
 
+MAX_SAFETENSORS_HEADER_BYTES = 100_000_000  # the format's own limit
+NUM_SAMPLED_BYTES = 4096  # chosen: one page per tensor, 3 MB for a model of 700 tensors
 MAX_ASPECT_RATIO = 200  # Qwen2-VL's processor refuses more (transformers, image_processing_qwen2_vl.smart_resize)
 
 
@@ -65,13 +68,13 @@ def open_checkpoint(model: str, name: str = "") -> Checkpoint:
         raise BadRequest("no model given: set --model or TRIPTYCH_MODEL to a checkpoint folder or hub id")
     path = _locate(model)
     config = _read_json(path / "config.json")
-    processor = _read_json(path / "preprocessor_config.json")
+    processor = _image_processor_config(path)
     generation = _read_json(path / "generation_config.json") if (path / "generation_config.json").exists() else {}
     text = config.get("text_config", config)
     try:
         return Checkpoint(
             path=path,
-            name=name or path.name if Path(model).is_dir() else name or model,
+            name=name or _last_part(model),
             revision=_revision(path),
             config=config,
             image=_image_options(processor),
@@ -82,6 +85,8 @@ def open_checkpoint(model: str, name: str = "") -> Checkpoint:
         )
     except KeyError as error:
         raise BadRequest(f"{model}: its configuration has no {error}", code="unsupported_model") from error
+    except (TypeError, ValueError, IndexError) as error:
+        raise BadRequest(f"{model}: its configuration is not understood ({error})", code="unsupported_model") from error
 
 
 def resized(height: int, width: int, options: ImageOptions) -> tuple[int, int]:
@@ -119,10 +124,18 @@ def num_image_tokens(grid: tuple[int, int, int], options: ImageOptions) -> int:
     return t * h * w // options.merge_size**2
 
 
+def _last_part(model: str) -> str:
+    """The default name in the API. A symbolic link keeps its own name: it is the name that the operator chose."""
+    if Path(model).is_dir():
+        return os.path.basename(os.path.abspath(model)) or model
+    return model.rsplit("/", 1)[-1]
+
+
 def _locate(model: str) -> Path:
     folder = Path(model)
     if folder.is_dir():
         return folder.resolve()
+    # deferred: costs 0.3 s of start-up that a local folder does not need
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -146,6 +159,15 @@ def _read_json(path: Path) -> dict[str, Any]:
     return loaded
 
 
+def _image_processor_config(path: Path) -> dict[str, Any]:
+    """transformers 5 saves it nested in processor_config.json, and prefers it there; older ones in a file of its own."""
+    if (path / "processor_config.json").exists():
+        nested = _read_json(path / "processor_config.json").get("image_processor")
+        if isinstance(nested, dict):
+            return nested
+    return _read_json(path / "preprocessor_config.json")
+
+
 def _image_options(processor: dict[str, Any]) -> ImageOptions:
     size = processor.get("size") or {}
     mean, std = processor["image_mean"], processor["image_std"]
@@ -167,13 +189,33 @@ def _ids(value: object) -> tuple[int, ...]:
 
 
 def _revision(path: Path) -> str:
-    """Digest over the small files and, for each weight file, its size and safetensors header."""
-    digest = blake3(b"triptych checkpoint v1")
+    """Digest over the small files and, for each weight file, its size, header, and the first bytes of every tensor: weights
+    of one shape that were trained further must not share a revision, and reading gigabytes at each start is too slow."""
+    digest = blake3(b"triptych checkpoint v2")
     for file in sorted(path.iterdir()):
         if file.suffix in {".json", ".jinja"}:
-            digest.update(file.name.encode() + b"\0" + file.read_bytes())
+            content = file.read_bytes()
+            digest.update(f"{file.name}:{len(content)}:".encode() + content)
         elif file.suffix == ".safetensors":
-            digest.update(file.name.encode() + b"\0" + str(file.stat().st_size).encode())
-            with file.open("rb") as opened:
-                digest.update(opened.read(1 << 16))
+            digest.update(f"{file.name}:{file.stat().st_size}:".encode())
+            _update_with_weights(digest, file)
     return digest.hexdigest(16)
+
+
+def _update_with_weights(digest: blake3, file: Path) -> None:
+    """A safetensors file: u64 header length, JSON header {name: {dtype, shape, data_offsets}}, data."""
+    with file.open("rb") as opened:
+        header_bytes = opened.read(8)
+        num_header_bytes = int.from_bytes(header_bytes, "little")
+        if len(header_bytes) < 8 or num_header_bytes > MAX_SAFETENSORS_HEADER_BYTES:
+            raise BadRequest(f"{file.name} of the checkpoint is not a safetensors file", code="unsupported_model")
+        header = opened.read(num_header_bytes)
+        digest.update(header_bytes + header)
+        try:
+            tensors = json.loads(header)
+            offsets = sorted(int(tensor["data_offsets"][0]) for name, tensor in tensors.items() if name != "__metadata__")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise BadRequest(f"{file.name} of the checkpoint has a broken header", code="unsupported_model") from error
+        for offset in offsets:
+            opened.seek(8 + num_header_bytes + offset)
+            digest.update(opened.read(NUM_SAMPLED_BYTES))
