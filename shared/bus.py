@@ -15,7 +15,15 @@ import nats.errors
 import structlog
 from nats.aio.msg import Msg
 
-from triptych.shared.errors import BadRequest, DeadlineExceeded, InstanceLost, InternalError, Overloaded, TriptychError, from_wire
+from triptych.shared.errors import (
+    BadRequest,
+    DeadlineExceeded,
+    InstanceLost,
+    InternalError,
+    Overloaded,
+    TriptychError,
+    from_wire,
+)
 from triptych.shared.messages import (
     ErrorReply,
     Event,

@@ -1,95 +1,256 @@
 """What every process does: connect the bus, publish heartbeats, keep the registry, serve HTTP, drain on SIGTERM.
 
-SIGNATURES ONLY for now; the body is being written.
+A stage implements `ServiceApp` (service_app.py, exported here too); `run_service` runs it as a process until it is drained.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import Protocol
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
 
-from fastapi import FastAPI
+import msgspec
+import structlog
+import uvloop
 
 from triptych.shared.bus import Bus
+from triptych.shared.errors import TriptychError
+from triptych.shared.http_host import (
+    QuietServer,
+    add_probes,
+    gate_until_started,
+    listening_socket,
+    make_server,
+    resolve_host,
+    url_of,
+)
+from triptych.shared.logs import configure_logs
 from triptych.shared.messages import (
+    HEARTBEAT_SUBJECT,
+    LOST_SUBJECT,
+    Accepted,
+    DrainRequest,
+    Event,
     Heartbeat,
     InstanceId,
     InstanceRequest,
+    Lost,
     Message,
-    ModelCard,
     Resources,
-    Role,
-    Service,
-    StageLoad,
-    TransportAddress,
 )
+from triptych.shared.metrics import watch_process
+from triptych.shared.nats_link import BusCounters
+from triptych.shared.process_memory import pss_bytes
 from triptych.shared.registry import Registry
+from triptych.shared.service_app import Lifecycle, Report, ServiceApp, ServiceContext, new_instance_id
 from triptych.shared.settings import Settings
 
+PSS_INTERVAL_S = 5.0  # chosen: smaps_rollup of a large process takes milliseconds
+IDLE_POLL_S = 0.05  # chosen: how often a draining process looks whether it is idle
+STALL_FACTOR = 3.0  # chosen: a beat that comes this many intervals late means that we were stopped, not the others
+STOP_TIMEOUT_S = 10.0  # chosen: a service that can't stop in this time is left behind
 
-@dataclass(frozen=True, slots=True)
-class Report:
-    """A service's own part of its heartbeat."""
+__all__ = ["Report", "ServiceApp", "ServiceContext", "new_instance_id", "run_service"]
 
-    loads: tuple[StageLoad, ...] = ()
-    resources: Resources | None = None
-    roles: tuple[Role, ...] = ()
-    model: ModelCard | None = None
-    transport: TransportAddress | None = None
+_log = structlog.get_logger(__name__)
 
 
-class ServiceApp(Protocol):
-    """What a stage implements; `run_service` does the rest."""
-
-    service: Service
-    app: FastAPI  # run_service adds /live /ready /health /metrics unless the app has them
-
-    async def start(self, context: ServiceContext) -> None:
-        """Load what is needed. The service is `ready` when this returns. Bus and registry already work."""
-        ...
-
-    async def handle(self, request: InstanceRequest) -> Message | None:
-        """A request that came over the bus."""
-        ...
-
-    def report(self) -> Report: ...
-
-    def on_router_lost(self, router_id: InstanceId) -> None:
-        """Free everything that this router's requests hold."""
-        ...
-
-    def is_idle(self) -> bool:
-        """Nothing waits or runs: draining may end."""
-        ...
-
-    async def stop(self) -> None: ...
+def run_service(
+    name: str, settings: Settings, make: Callable[[Settings], ServiceApp], instance_id: InstanceId | None = None
+) -> int:
+    """Run until SIGTERM or SIGINT (drain, then exit 0; a second signal exits at once). The process's exit status."""
+    configure_logs(settings, name)
+    try:
+        service = make(settings)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_run(name, settings, service, instance_id or new_instance_id(name)))
+    except TriptychError as error:
+        _log.error(f"could not start: {error.message}", code=error.code)
+        return 1
 
 
-@dataclass(slots=True)
-class ServiceContext:
-    """What a running service has in hand."""
+async def _run(name: str, settings: Settings, service: ServiceApp, instance_id: InstanceId) -> int:
+    bind_host = resolve_host(settings.bind_host)
+    has_own_port = service.service == "router" or "port" in settings.model_fields_set
+    port = settings.port if has_own_port else 0
+    with contextlib.closing(listening_socket(bind_host, port)) as listener:
+        bus = await Bus.connect(settings.nats_url, instance_id)
+        try:
+            registry = Registry(settings.heartbeat_timeout_s)
+            context = ServiceContext(settings, instance_id, name, bus, registry, url_of(listener), bind_host)
+            return await ServiceHost(context, service).run(listener)
+        finally:
+            await bus.close()
 
-    settings: Settings
-    instance_id: InstanceId
-    name: str
-    bus: Bus
-    registry: Registry
-    http_url: str
-    bind_host: str
+
+class ServiceHost:
+    """The frame around one service in one process."""
+
+    def __init__(self, context: ServiceContext, service: ServiceApp) -> None:
+        self._context = context
+        self._service = service
+        self._bus = context.bus
+        self._registry = context.registry
+        self._lifecycle: Lifecycle = context.lifecycle
+        self._pss_bytes = 0
+        self._pss_at_s = -PSS_INTERVAL_S
+        self.last_heartbeat: Heartbeat | None = None
+        self.loop_lag_s = 0.0
 
     @property
-    def is_draining(self) -> bool:
-        raise NotImplementedError
+    def bus_counters(self) -> BusCounters:
+        return self._bus.counters
 
-    async def drain(self, exit: bool = True) -> None:
-        """Refuse new work (heartbeat state draining), wait until idle or drain_timeout_s, then exit."""
-        raise NotImplementedError
+    async def run(self, listener: socket.socket) -> int:
+        """The process's exit status."""
+        app = self._service.app
+        watch_process(self._context.metrics, self)
+        add_probes(app, lambda: self._lifecycle.state, self._context.instance_id, self._context.metrics)
+        server = make_server(gate_until_started(app, lambda: self._lifecycle.state))
+        self._install_signals()
+        await self._join_bus()
+        async with asyncio.TaskGroup() as tasks:
+            serving = tasks.create_task(server.serve(sockets=[listener]), name="http")
+            beating = tasks.create_task(self._beat_forever(), name="heartbeat")
+            exit_code = await self._start()
+            if exit_code is None:
+                exit_code = await self._until_exit()
+            beating.cancel()
+            await self._leave(server, exit_code)
+            await serving
+        return exit_code
 
+    def _install_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
 
-def run_service(name: str, settings: Settings, make: Callable[[Settings], ServiceApp]) -> int:
-    """Run until SIGTERM or SIGINT (drain, then exit 0; a second signal exits at once). The process's exit status."""
-    raise NotImplementedError
+    def _on_signal(self) -> None:
+        if self._lifecycle.exit_asked.is_set():
+            os._exit(1)  # asked twice: whoever waits for us has no patience left
+        self._lifecycle.begin_drain(exit=True)
 
+    async def _join_bus(self) -> None:
+        self._registry.on_lost(self._on_lost)
+        self._bus.on_reconnected(lambda: self._registry.note_reconnected(time.monotonic()))
+        for subject in (HEARTBEAT_SUBJECT, LOST_SUBJECT):
+            await self._bus.listen(subject, self._on_event)
 
-__all__ = ["Awaitable", "Heartbeat", "Report", "ServiceApp", "ServiceContext", "run_service"]
+    def _on_event(self, event: Event) -> None:
+        self._registry.on_event(event, time.monotonic())
+
+    def _on_lost(self, instance_id: InstanceId) -> None:
+        beat = self._registry.get(instance_id)
+        may_be_router = beat is None or beat.service == "router"  # one never heard of may have been one
+        is_other = instance_id != self._context.instance_id
+        if may_be_router and is_other and self._lifecycle.state != "starting":
+            self._service.on_router_lost(instance_id)
+
+    async def _start(self) -> int | None:
+        """None when the service is ready, else the exit status."""
+        starting = asyncio.create_task(self._service.start(self._context), name="start")
+        stopped = asyncio.create_task(self._lifecycle.exit_asked.wait(), name="exit asked")
+        try:
+            await asyncio.wait((starting, stopped), return_when=asyncio.FIRST_COMPLETED)
+            if not starting.done():
+                return 0
+            await starting
+        except TriptychError as error:
+            _log.error(f"could not start: {error.message}", code=error.code)
+            return 1
+        except Exception as error:
+            _log.exception(f"could not start: {type(error).__name__}: {error}")
+            return 1
+        finally:
+            starting.cancel()
+            stopped.cancel()
+        await self._bus.serve(self._context.instance_id, self._handle)
+        if self._lifecycle.state == "starting":
+            self._lifecycle.state = "ready"
+        await self._beat()
+        _log.info("ready", instance_id=self._context.instance_id, url=self._context.http_url)
+        return None
+
+    async def _handle(self, request: InstanceRequest) -> Message | None:
+        if isinstance(request, DrainRequest):
+            self._lifecycle.begin_drain(request.exit)
+            return Accepted()
+        return await self._service.handle(request)
+
+    async def _until_exit(self) -> int:
+        await self._lifecycle.drain_asked.wait()
+        _log.info("draining")
+        await self._beat()
+        try:
+            async with asyncio.timeout(self._context.settings.drain_timeout_s):
+                while not self._service.is_idle():  # noqa: ASYNC110 - asked of the service, which tells no event
+                    await asyncio.sleep(IDLE_POLL_S)
+        except TimeoutError:
+            _log.warning("drain timeout: work is cut off", drain_timeout_s=self._context.settings.drain_timeout_s)
+        self._lifecycle.drained.set()
+        await self._lifecycle.exit_asked.wait()
+        return 0
+
+    async def _leave(self, server: QuietServer, exit_code: int) -> None:
+        lost = Lost(self._context.instance_id, self._context.name, exit_code, expected=exit_code == 0)
+        await self._bus.publish_event(LOST_SUBJECT, lost)
+        server.should_exit = True
+        try:
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await self._service.stop()
+        except TimeoutError:
+            _log.warning("service did not stop in time", timeout_s=STOP_TIMEOUT_S)
+
+    async def _beat_forever(self) -> None:
+        interval_s = self._context.settings.heartbeat_interval_s
+        while True:
+            await self._refresh_pss()
+            await self._beat()
+            begin_s = time.monotonic()
+            await asyncio.sleep(interval_s)
+            now_s = time.monotonic()
+            self.loop_lag_s = now_s - begin_s - interval_s
+            if self.loop_lag_s > STALL_FACTOR * interval_s:
+                self._registry.note_reconnected(now_s)  # others' heartbeats are still unread
+            if self._bus.is_connected:
+                self._registry.sweep(now_s)
+
+    async def _refresh_pss(self) -> None:
+        now_s = time.monotonic()
+        if now_s - self._pss_at_s >= PSS_INTERVAL_S:
+            self._pss_at_s = now_s
+            self._pss_bytes = await asyncio.to_thread(pss_bytes, os.getpid())
+
+    async def _beat(self) -> None:
+        """Not while disconnected: old heartbeats must not be sent late."""
+        self.last_heartbeat = self._make_heartbeat()
+        if self._bus.is_connected:
+            await self._bus.publish_event(HEARTBEAT_SUBJECT, self.last_heartbeat)
+
+    def _make_heartbeat(self) -> Heartbeat:
+        context = self._context
+        report = self._service.report() if self._lifecycle.state != "starting" else Report()
+        resources = msgspec.structs.replace(
+            report.resources or Resources(pid=0, num_threads=0),
+            pid=os.getpid(),
+            num_threads=int(os.environ.get("OMP_NUM_THREADS") or 1),
+            pss_bytes=self._pss_bytes,
+        )
+        return Heartbeat(
+            instance_id=context.instance_id,
+            name=context.name,
+            service=self._service.service,
+            state=self._lifecycle.state,
+            roles=report.roles,
+            http_url=context.http_url,
+            interval_s=context.settings.heartbeat_interval_s,
+            host=socket.gethostname(),
+            loads=report.loads,
+            resources=resources,
+            model=report.model,
+            transport=report.transport,
+        )

@@ -1,0 +1,78 @@
+"""Prometheus metrics every process has: its bus, its state, its loop. Each process owns its CollectorRegistry.
+
+Services add their own metrics to `ServiceContext.metrics`; nothing is registered at import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from triptych.shared.messages import Heartbeat
+from triptych.shared.nats_link import BusCounters
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_GAUGES = {
+    "num_blocks": "KV blocks of this instance",
+    "num_free_blocks": "KV blocks that nobody uses",
+    "num_cached_blocks": "KV blocks kept only for reuse",
+    "num_leased_blocks": "KV blocks waiting for their puller",
+    "tensor_store_bytes": "bytes of leased tensors",
+    "tensor_store_capacity_bytes": "bytes the tensor store may hold",
+    "num_leases": "tensors leased to others",
+    "pss_bytes": "memory of this process (PSS)",
+}
+
+
+class ProcessView(Protocol):
+    """What the metrics read of a running process."""
+
+    @property
+    def bus_counters(self) -> BusCounters: ...
+
+    @property
+    def last_heartbeat(self) -> Heartbeat | None: ...
+
+    @property
+    def loop_lag_s(self) -> float: ...
+
+
+class ProcessMetrics(Collector):
+    """Reads the numbers when they are asked for: counting costs the hot paths nothing."""
+
+    def __init__(self, view: ProcessView) -> None:
+        self._view = view
+
+    def collect(self) -> Iterator[Metric]:
+        counters = self._view.bus_counters
+        for field in fields(counters):
+            what = field.name.removeprefix("num_")
+            yield CounterMetricFamily(f"triptych_bus_{what}", f"bus: {what}", value=getattr(counters, field.name))
+        yield GaugeMetricFamily("triptych_event_loop_lag_seconds", "last lag of the event loop", value=self._view.loop_lag_s)
+        beat = self._view.last_heartbeat
+        if beat is None:
+            return
+        yield GaugeMetricFamily("triptych_ready", "1 when the process takes work", value=float(beat.state == "ready"))
+        for name, text in _GAUGES.items():
+            yield GaugeMetricFamily(f"triptych_{name.removeprefix('num_')}", text, value=getattr(beat.resources, name))
+        for name in ("num_waiting", "num_running", "num_pending_tokens"):
+            family = GaugeMetricFamily(f"triptych_stage_{name.removeprefix('num_')}", f"{name} of a stage", labels=["stage"])
+            for load in beat.loads:
+                family.add_metric([load.stage], getattr(load, name))
+            yield family
+
+
+def watch_process(registry: CollectorRegistry, view: ProcessView) -> None:
+    """Add what every process tells to its registry."""
+    ProcessCollector(registry=registry)
+    registry.register(ProcessMetrics(view))
+
+
+def exposition(registry: CollectorRegistry) -> bytes:
+    """The registry's metrics in Prometheus's text form."""
+    return generate_latest(registry)
