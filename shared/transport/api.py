@@ -73,6 +73,14 @@ class Transport(Protocol):
         """
         ...
 
+    def get(self, ref: TensorRef) -> torch.Tensor:
+        """One of our own tensors (put, not put_lazy), without copying: valid until its lease ends, not to be written.
+
+        Raises:
+            InstanceLost: code tensor_gone: it is no longer held.
+        """
+        ...
+
     def release(self, tensor_id: TensorId) -> None:
         """Drop one of our own tensors. Idempotent."""
         ...

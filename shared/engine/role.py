@@ -1,0 +1,120 @@
+"""What the instance host and its roles agree on: a role owns its queues, the host owns weights, KV pool and transport.
+
+services/instance.py makes one HostContext and gives it to each role; roles know neither the host nor each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from triptych.shared.engine.api import Engine
+from triptych.shared.engine.kv_blocks import KvBlocks
+from triptych.shared.engine.thread import EngineThread
+from triptych.shared.errors import DeadlineExceeded, InstanceLost, Overloaded
+from triptych.shared.messages import Event, InstanceId, InstanceRequest, Message, StageLoad, TensorRef, TransportAddress
+from triptych.shared.request_tasks import RequestTasks
+from triptych.shared.settings import Settings
+from triptych.shared.transport.api import Transport
+
+LEASE_GRACE_S = 5.0  # chosen: a lease outlives its request's deadline by this, for messages under way
+
+
+@dataclass(frozen=True, slots=True)
+class HostContext:
+    """What a role works with. max_model_len: longest prompt + output in tokens that model and KV pool allow.
+    peer_address: how to reach an instance's tensors, None when it is not known (any more)."""
+
+    settings: Settings
+    instance_id: InstanceId
+    engine: Engine
+    thread: EngineThread
+    kv: KvBlocks
+    transport: Transport
+    tasks: RequestTasks
+    max_model_len: int
+    peer_address: Callable[[InstanceId], TransportAddress | None]
+    publish_event: Callable[[str, Event], Awaitable[None]]
+
+    async def pull(self, ref: TensorRef) -> torch.Tensor:
+        """A peer's tensor, which the peer drops; one of our own without copying, to be released after use.
+
+        Raises:
+            InstanceLost: the owner is gone or no longer holds it.
+            DeadlineExceeded: it took longer than transfer_timeout_s.
+        """
+        if ref.owner == self.instance_id:
+            return self.transport.get(ref)
+        peer = self.peer_address(ref.owner)
+        if peer is None:
+            raise InstanceLost("an instance that holds a part of the request is gone", instance_id=ref.owner)
+        return await self.transport.pull(ref, peer, self.settings.transfer_timeout_s)
+
+    def drop(self, ref: TensorRef) -> None:
+        """After `pull`: release the tensor when it is our own."""
+        if ref.owner == self.instance_id:
+            self.transport.release(ref.tensor_id)
+
+
+class StageRole(Protocol):
+    """One role of an instance. Requests are cancelled by cancelling the task that `handle` runs in, or, for work that goes
+    on after `handle` returned, through HostContext.tasks."""
+
+    async def start(self) -> None:
+        """Take work from now on."""
+        ...
+
+    def stop_intake(self) -> None:
+        """Refuse new requests; those at hand go on."""
+        ...
+
+    def is_idle(self) -> bool:
+        """No request is at hand."""
+        ...
+
+    async def handle(self, request: InstanceRequest) -> Message:
+        """Answer a request of this role. Raises TriptychError."""
+        ...
+
+    def load(self) -> StageLoad: ...
+
+    async def stop(self) -> None:
+        """End the role's own tasks."""
+        ...
+
+
+class Intake:
+    """Whether a role takes one more request: it is open and under its bound."""
+
+    def __init__(self, stage: str, max_waiting: int) -> None:
+        self._stage = stage
+        self._max_waiting = max_waiting
+        self.is_open = False
+
+    def check(self, num_waiting: int) -> None:
+        """Raises Overloaded when it does not."""
+        if not self.is_open:
+            raise Overloaded(f"this {self._stage} instance takes no new requests", code="stage_unavailable")
+        if num_waiting >= self._max_waiting:
+            raise Overloaded(f"{num_waiting} requests wait at this {self._stage} instance already")
+
+
+@asynccontextmanager
+async def deadline(timeout_s: float) -> AsyncIterator[None]:
+    """Bounds the block.
+
+    Raises:
+        DeadlineExceeded: the block took longer than timeout_s and was cancelled.
+    """
+    try:
+        async with asyncio.timeout(max(timeout_s, 0.0)) as scope:
+            yield
+    except TimeoutError:
+        if scope.expired():
+            raise DeadlineExceeded() from None
+        raise
