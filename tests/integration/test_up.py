@@ -1,0 +1,143 @@
+"""`triptych up`: quick to start, modest in memory, on loopback only, and gone without a trace when told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from support.cases import chat, random_case
+from support.client import ask, session
+from support.cluster import Cluster, wait_for
+from support.reference import Reference
+from support.watch import Watch
+
+MAX_READY_S = 30.0  # the acceptance bound, on 2 cores
+MAX_PSS_BYTES = 3_000_000_000  # the acceptance bound, tiny checkpoint
+MAX_OUTPUT_TOKENS = 1500
+
+
+def pss_bytes(process: psutil.Process) -> int:
+    """Proportional set size: shared pages count once over all who share them."""
+    for line in Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(f"no Pss of {process}")
+
+
+def listening(process: psutil.Process) -> list[tuple[str, int]]:
+    return [
+        (connection.laddr.ip, connection.laddr.port)
+        for connection in process.net_connections(kind="inet")
+        if connection.status == psutil.CONN_LISTEN or (connection.type.name == "SOCK_DGRAM" and not connection.raddr)
+    ]
+
+
+def test_it_starts_quickly_and_is_small(start_cluster: Callable[..., Cluster], reference: Reference) -> None:
+    cluster = start_cluster()
+    assert 0 < cluster.info["ready_s"] < MAX_READY_S
+    case = random_case(4000, num_pictures=4)
+    asyncio.run(_answers(cluster, reference, [case] * 8))
+    total_bytes = sum(pss_bytes(process) for process in cluster.processes())
+    told_bytes = cluster.info["pss_bytes"]
+    print(f"ready after {cluster.info['ready_s']:.1f} s; {told_bytes / 1e6:.0f} MB then, {total_bytes / 1e6:.0f} MB now")
+    assert total_bytes < MAX_PSS_BYTES
+    assert total_bytes / 4 < told_bytes < MAX_PSS_BYTES
+    assert cluster.stop() == 0
+
+
+async def _answers(cluster: Cluster, reference: Reference, cases: list) -> None:  # type: ignore[type-arg]
+    async with session() as http, asyncio.TaskGroup() as group:
+        tasks = [group.create_task(ask(http, cluster.url, case)) for case in cases]
+    assert all(reference.judge(case, task.result()) == "equal" for case, task in zip(cases, tasks, strict=True))
+
+
+def test_nothing_listens_beyond_loopback(shared_cluster: Cluster) -> None:
+    ports = {(process.name(), *address) for process in shared_cluster.processes() for address in listening(process)}
+    assert len(ports) >= 8, f"six services, NATS and Valkey listen; seen: {sorted(ports)}"
+    assert {ip for _, ip, _ in ports} <= {"127.0.0.1", "::1"}, sorted(ports)
+
+
+def test_status_tells_of_every_process(shared_cluster: Cluster) -> None:
+    status = shared_cluster.status()
+    instances = {instance["name"]: instance for instance in status["instances"]}
+    assert {name.split("-")[0] for name in instances} == {"router", "preprocess", "encoder", "prefill", "decode", "scaler"}
+    pids = {process.pid for process in shared_cluster.processes()}
+    for instance in instances.values():
+        assert instance["state"] == "ready"
+        assert instance["resources"]["pid"] in pids
+        assert instance["resources"]["num_threads"] >= 1
+        assert instance["resources"]["pss_bytes"] > 1_000_000
+
+
+def test_a_wrong_setting_is_named(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="TRIPTYCH_NONSENSE"):
+        Cluster(tiny_checkpoint, tmp_path, env={"TRIPTYCH_NONSENSE": "1"})
+
+
+def test_a_missing_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"no-such-model"):
+        Cluster(tmp_path / "no-such-model", tmp_path / "run")
+
+
+@pytest.mark.timeout(180)
+async def test_ctrl_c_leaves_nothing(start_cluster: Callable[..., Cluster]) -> None:
+    """In the middle of work, too: no process, no listener, no file."""
+    cluster = start_cluster()
+    processes = cluster.processes()
+    assert len(processes) >= 9
+    ports = {address for process in processes for address in listening(process)}
+    async with session() as http:
+        asking = [asyncio.create_task(ask(http, cluster.url, chat(f"Go on {i}", max_tokens=40), stream=True)) for i in range(6)]
+        async with Watch(cluster.nats_url) as watch:
+            await watch.until(
+                lambda beats: any(load.num_running for beat in beats.values() for load in beat.loads), 20, "work to run"
+            )
+        exit_code = await asyncio.to_thread(cluster.stop, signal.SIGINT)
+        await asyncio.gather(*asking, return_exceptions=True)
+    assert exit_code == 0, cluster.log()
+    left = [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    assert not left
+    still = {
+        (connection.laddr.ip, connection.laddr.port)
+        for connection in psutil.net_connections(kind="inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert not ports & still
+    assert not list(cluster.temp_dir.rglob("*")), "files were left in the temporary folder"
+    assert "Traceback" not in cluster.log()
+
+
+@pytest.mark.timeout(180)
+async def test_sigterm_lets_an_admitted_stream_finish(start_cluster: Callable[..., Cluster], reference: Reference) -> None:
+    cluster = start_cluster()
+    case = chat("A long story, please.", max_tokens=MAX_OUTPUT_TOKENS)
+    async with session() as http:
+        asking = asyncio.create_task(ask(http, cluster.url, case, stream=True))
+        async with Watch(cluster.nats_url) as watch:
+            await watch.until(
+                lambda beats: any(load.num_running for beat in beats.values() for load in beat.loads if load.stage == "decode"),
+                20,
+                "the stream to run",
+            )
+        assert not asking.done()
+        stopping = asyncio.create_task(asyncio.to_thread(cluster.stop, signal.SIGTERM))
+        answer = await asyncio.wait_for(asking, 60)
+        assert await asyncio.wait_for(stopping, 60) == 0, cluster.log()
+    assert answer.error is None, answer
+    assert answer.finish_reason in {"length", "stop"}
+    assert reference.judge(case, answer) == "equal" or reference.judge(case, answer).startswith("excused")
+
+
+def test_the_json_line_is_the_only_output(start_cluster: Callable[..., Cluster]) -> None:
+    """A program that starts a cluster reads one line, and finds the cluster ready."""
+    cluster = start_cluster("--colocated")
+    lines = (cluster.folder / "out").read_text().splitlines()
+    assert len(lines) == 1
+    assert {"url", "nats_url", "redis_url", "ready_s", "pss_bytes"} <= set(json.loads(lines[0]))
+    assert cluster.is_ready()
+    wait_for(lambda: cluster.stop() == 0, 60, "its end")
