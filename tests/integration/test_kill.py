@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -51,6 +51,7 @@ class Load:
     cases: list[Case]
     results: list[tuple[Case, Answer]] = field(default_factory=list)
     is_stopping: bool = False
+    news: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def client(self, http: aiohttp.ClientSession, number: int) -> None:
         index = number
@@ -63,7 +64,15 @@ class Load:
                 answer = Answer(ROUTER_GONE, error={"message": repr(error)}, seconds=time.monotonic() - begin_s)
                 await asyncio.sleep(0.2)  # a client's own pause before it connects again
             self.results.append((case, answer))
+            self.news.set()
             index += NUM_CLIENTS
+
+    async def reach(self, count: int) -> None:
+        """Waits until there are `count` results."""
+        async with asyncio.timeout(REQUEST_TIMEOUT_S + 10):
+            while len(self.results) < count:
+                self.news.clear()
+                await self.news.wait()
 
 
 def judge(load: Load, reference: Reference, is_router_killed: bool) -> str:
@@ -87,23 +96,18 @@ def judge(load: Load, reference: Reference, is_router_killed: bool) -> str:
     return f"{num_equal} answered, errors: {json.dumps(counted)}"
 
 
-async def run_load_and_kill(load: Load, kill: Callable[[], None]) -> float:
-    """The time of the kill, which comes when every client has had an answer; the load goes on for a while after it."""
+async def run_load_and_kill(load: Load, kill: Callable[[], None], check_mended: Callable[[float], Awaitable[None]]) -> None:
+    """Kills when every client has had an answer, checks while the load goes on, and ends it a while after that.
+    check_mended gets the time of the kill."""
     async with session(timeout_s=REQUEST_TIMEOUT_S + 5) as http, asyncio.TaskGroup() as group:
         for number in range(NUM_CLIENTS):
             group.create_task(load.client(http, number))
-        await reach(load, NUM_CLIENTS)
+        await load.reach(NUM_CLIENTS)
         killed_s = time.monotonic()
         kill()
-        await reach(load, len(load.results) + 2 * NUM_CLIENTS)
+        await check_mended(killed_s)
+        await load.reach(len(load.results) + NUM_CLIENTS)
         load.is_stopping = True
-    return killed_s
-
-
-async def reach(load: Load, count: int) -> None:
-    async with asyncio.timeout(REQUEST_TIMEOUT_S + 10):
-        while len(load.results) < count:
-            await asyncio.sleep(0.02)
 
 
 async def check_recovered(cluster: Cluster, reference: Reference, case: Case, killed_s: float) -> None:
@@ -123,15 +127,18 @@ async def test_of_a_stage(mortal_cluster: Cluster, reference: Reference, load_ca
         await watch.until_complete()
         victim = watch.of(stage)
         load = Load(cluster.url, load_cases)
-        killed_s = await run_load_and_kill(load, lambda: os.kill(victim.resources.pid, signal.SIGKILL))
 
-        def is_replaced(beats: dict[str, object]) -> bool:
+        def is_replaced(_beats: object) -> bool:
             successor = watch.of(victim.name)
             return successor.instance_id != victim.instance_id and successor.state == "ready"
 
-        await watch.until(is_replaced, 2 * RECOVER_WITHIN_S, f"a new {stage}")
-        print(f"{stage}: {judge(load, reference, stage == 'router')}; replaced after {time.monotonic() - killed_s:.1f} s")
-        await check_recovered(cluster, reference, load_cases[3], killed_s)
+        async def check_mended(killed_s: float) -> None:
+            took_s = await watch.until(is_replaced, RECOVER_WITHIN_S, f"a new {stage}")
+            print(f"{stage}: replaced after {took_s:.1f} s")
+            await check_recovered(cluster, reference, load_cases[3], killed_s)
+
+        await run_load_and_kill(load, lambda: os.kill(victim.resources.pid, signal.SIGKILL), check_mended)
+        print(f"{stage}: {judge(load, reference, stage == 'router')}")
         await watch.until_at_rest(FREE_WITHIN_S, f"after the kill of {stage}")
 
 
@@ -144,10 +151,15 @@ async def test_of_an_embedded_server(
         await watch.until_complete()
     pid = cluster.pid_of(server)
     load = Load(cluster.url, load_cases)
-    killed_s = await run_load_and_kill(load, lambda: os.kill(pid, signal.SIGKILL))
+
+    async def check_mended(killed_s: float) -> None:
+        await asyncio.to_thread(wait_for, lambda: cluster.pids_of(server) not in ([], [pid]), 10, f"a new {server}")
+        async with Watch(cluster.nats_url) as watch:
+            await watch.until_complete(RECOVER_WITHIN_S)
+        await check_recovered(cluster, reference, load_cases[3], killed_s)
+
+    await run_load_and_kill(load, lambda: os.kill(pid, signal.SIGKILL), check_mended)
     print(f"{server}: {judge(load, reference, False)}")
-    await check_recovered(cluster, reference, load_cases[3], killed_s)
-    assert cluster.pid_of(server) != pid
     async with Watch(cluster.nats_url) as watch:
         await watch.until_complete()
         await watch.until_at_rest(FREE_WITHIN_S, f"after the kill of {server}")

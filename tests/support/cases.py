@@ -16,7 +16,11 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-WORDS = ["What", "is", "in", "this", "picture", "and", "how", "many", "red", "boxes", "does", "it", "show", "next", "to", "the", "second", "one", "from", "the", "left", "Ein", "Bild", "sagt", "mehr", "als", "tausend", "Worte", "naïve", "café", "Übung", "图片", "里", "有", "什么", "кошка", "🐈", "x=3.14;", "[42]", "(a|b)", "\\n", "\t", "--", "THE", "END", "?!", "0007"]
+SAID = (
+    "What is in this picture and how many red boxes does it show next to the second one from the left "
+    "Ein Bild sagt mehr als tausend Worte naïve café Übung 图片 里 有 什么 кошка 🐈 x=3.14; [42] (a|b) \\n \t -- END ?! 0007"
+)
+WORDS = SAID.split(" ")
 
 
 @dataclass(frozen=True, slots=True)

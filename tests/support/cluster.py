@@ -77,13 +77,17 @@ class Cluster:
                 self._seen.setdefault(process.pid, process)
         return [process for process in self._seen.values() if _is_alive(process)]
 
-    def pid_of(self, executable: str) -> int:
-        """The child whose executable's name starts so (`nats-server`, `valkey-server`)."""
+    def pids_of(self, executable: str) -> list[int]:
+        """Children whose executable's name starts so (`nats-server`, `valkey-server`)."""
         found = []
         for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 if process.name().startswith(executable[:15]):  # the kernel keeps 15 characters
                     found.append(process.pid)
+        return found
+
+    def pid_of(self, executable: str) -> int:
+        found = self.pids_of(executable)
         assert len(found) == 1, f"{len(found)} processes are called {executable}"
         return found[0]
 
