@@ -15,7 +15,7 @@ NUM_CHANNELS = 3  # canonical pixels are RGB
 
 
 def mm_hash(
-    pixel_parts: Iterable[bytes | memoryview],
+    pixel_parts: Iterable[bytes],
     size: tuple[int, int],
     *,
     model_revision: str,
@@ -41,9 +41,9 @@ def mm_hash(
         digest.update(part)
     digest.update(height.to_bytes(8, "little") + width.to_bytes(8, "little"))
     num_bytes = 0
-    for part in pixel_parts:
-        num_bytes += len(part)
-        digest.update(part)
+    for pixels in pixel_parts:
+        num_bytes += len(pixels)
+        digest.update(pixels)
     if num_bytes != height * width * NUM_CHANNELS:
         raise ValueError(f"{num_bytes} bytes are not a {height}x{width} RGB picture")
     return digest.digest(MM_HASH_BYTES)

@@ -211,9 +211,8 @@ class DrainRequest(Message, frozen=True):
 
 
 class PullRequest(Message, frozen=True):
-    """Ask the owner of a tensor to make it available to `puller`. `channel` names the transport's medium
-    ("shared_memory" or "gloo"); epoch names the pair's process group for gloo; shape, dtype and num_bytes are what the
-    puller has room for, and are refused when they differ from what is stored."""
+    """Ask a tensor's owner to make it available to `puller` by `channel` ("shared_memory", "gloo"; epoch names gloo's process
+    group). shape, dtype, num_bytes: what the puller has room for; refused when they differ from what is stored."""
 
     tensor_id: TensorId
     puller: InstanceId
@@ -321,6 +320,7 @@ class Resources(msgspec.Struct, frozen=True, omit_defaults=True):
     tensor_store_bytes: int = 0
     tensor_store_capacity_bytes: int = 0
     num_leases: int = 0
+    media_store_bytes: int = 0
 
 
 class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):

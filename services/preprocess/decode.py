@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, UnidentifiedImageError
 
 from triptych.cache.keys import mm_hash
 from triptych.shared.checkpoint import ImageOptions, grid_thw, num_image_tokens, resized
@@ -93,7 +93,7 @@ def canonical_rgb(encoded: bytes | bytearray, options: DecodeOptions, param: str
 def _open(encoded: bytes | bytearray, param: str) -> Image.Image:
     try:
         image = Image.open(io.BytesIO(encoded), formats=FORMATS)
-    except Image.UnidentifiedImageError:
+    except UnidentifiedImageError:
         raise BadRequest(UNKNOWN_TEXT, code="invalid_image", param=param) from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):  # where a parser needs memory already to open
         raise BadRequest(TOO_LARGE_TEXT, code="image_too_large", param=param) from None

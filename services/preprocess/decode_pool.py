@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from PIL import Image
 
@@ -15,6 +17,15 @@ from triptych.services.preprocess.decode import DecodedImage, DecodeOptions, dec
 from triptych.shared.errors import Overloaded
 
 MAX_WORKERS = 8  # chosen: 64 Mpx take about 0.5 GB each while they are decoded
+
+
+@dataclass(frozen=True, slots=True)
+class TimedImage:
+    """A decoded picture, how long it waited for a worker, and how long the worker took."""
+
+    image: DecodedImage
+    queued_s: float
+    compute_s: float
 
 
 class DecodePool:
@@ -32,7 +43,7 @@ class DecodePool:
         Image.MAX_IMAGE_PIXELS = options.max_image_pixels
         warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
-    async def decode(self, encoded: bytes | bytearray, param: str) -> DecodedImage:
+    async def decode(self, encoded: bytes | bytearray, param: str) -> TimedImage:
         """decode_image in a worker. A cancelled caller leaves at once; its worker finishes the picture and drops it.
 
         Raises:
@@ -41,19 +52,22 @@ class DecodePool:
         """
         if self.num_waiting >= self._max_waiting:
             raise Overloaded("too many images wait to be decoded: try again later")
+        asked_at_s = time.monotonic()
         self.num_waiting += 1
         try:
             await self._slots.acquire()
         finally:
             self.num_waiting -= 1
         self.num_running += 1
+        begun_at_s = time.monotonic()
         # the slot belongs to the worker, not to the caller, who may be cancelled long before the worker ends
         future = asyncio.get_running_loop().run_in_executor(self._executor, decode_image, encoded, self._options, param)
         future.add_done_callback(self._on_done)
         try:
-            return await asyncio.shield(future)
+            image = await asyncio.shield(future)
         except MemoryError:
             raise Overloaded("there is no memory for the image now: try again later") from None
+        return TimedImage(image, begun_at_s - asked_at_s, time.monotonic() - begun_at_s)
 
     def _on_done(self, future: asyncio.Future[DecodedImage]) -> None:
         self.num_running -= 1

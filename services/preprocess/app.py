@@ -1,0 +1,201 @@
+"""The preprocess service: one message per picture -> its identity, its token count, and its pixels leased for the encoder.
+
+Fetches (fetch.py) or takes uploaded bytes (media.py, uploads.py), decodes in workers (decode_pool.py), puts pixels into its
+transport's store. Started by `triptych serve preprocess`; asked by routers, pulled from by encoders.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import numpy as np
+import torch
+from fastapi import FastAPI
+
+from triptych.services.preprocess.decode import DecodeOptions
+from triptych.services.preprocess.decode_pool import DecodePool, TimedImage, default_num_workers
+from triptych.services.preprocess.fetch import MediaFetcher
+from triptych.services.preprocess.media import MediaBuffer, MediaStore
+from triptych.services.preprocess.uploads import Uploads
+from triptych.shared.checkpoint import Checkpoint, open_checkpoint
+from triptych.shared.errors import BadRequest, DeadlineExceeded, InternalError, Overloaded
+from triptych.shared.messages import (
+    InstanceId,
+    InstanceRequest,
+    Message,
+    ModelCard,
+    PairRequest,
+    PreprocessReply,
+    PreprocessRequest,
+    PullDone,
+    PullRequest,
+    ReleaseRequest,
+    RequestId,
+    Resources,
+    Service,
+    StageLoad,
+    StageTime,
+    TensorRef,
+)
+from triptych.shared.request_tasks import RequestTasks
+from triptych.shared.service import Report, ServiceApp, ServiceContext
+from triptych.shared.settings import Settings
+from triptych.shared.transport.transport import InstanceTransport
+
+
+class PreprocessService:
+    """See the module's docstring. Event loop only; decoding runs in the pool's workers."""
+
+    service: Service = "preprocess"
+
+    def __init__(self, settings: Settings) -> None:
+        self.app = FastAPI(title="triptych preprocess", docs_url=None, redoc_url=None, openapi_url=None)
+        self._settings = settings
+        self._tasks = RequestTasks()
+        self._store = MediaStore(settings.media_store_bytes, settings.max_media_bytes, settings.request_timeout_s)
+        self._num_preprocessing = 0
+        self._context: ServiceContext
+        self._checkpoint: Checkpoint
+        self._transport: InstanceTransport
+        self._pool: DecodePool
+        self._fetcher: MediaFetcher
+
+    async def start(self, context: ServiceContext) -> None:
+        settings = self._settings
+        self._context = context
+        self._checkpoint = await asyncio.to_thread(open_checkpoint, settings.model, settings.model_name)
+        options = DecodeOptions(self._checkpoint.image, self._checkpoint.revision, settings.max_image_pixels)
+        self._pool = DecodePool(options, default_num_workers(settings.threads), settings.max_waiting)
+        self._fetcher = _fetcher(settings)
+        self._transport = InstanceTransport(
+            context.instance_id,
+            control=context.bus,
+            bind_host=context.bind_host,
+            capacity_bytes=settings.tensor_store_bytes,
+            mode=settings.transport,
+            transfer_timeout_s=settings.transfer_timeout_s,
+        )
+        await self._transport.start()
+        context.registry.on_lost(self._transport.forget_peer)
+        Uploads(self._tasks, self._store, settings.request_timeout_s, self._lease_blob, self._refuse_new).add_routes(self.app)
+
+    async def handle(self, request: InstanceRequest) -> Message | None:
+        match request:
+            case PreprocessRequest():
+                return await self._preprocess(request)
+            case PullRequest():
+                return await self._transport.on_pull(request)
+            case PullDone():
+                self._transport.on_pull_done(request)
+                return None
+            case PairRequest():
+                return await self._transport.on_pair(request)
+            case ReleaseRequest():
+                self._release(request.request_id)
+                return None
+            case _:
+                raise InternalError(f"preprocess does not take a {type(request).__name__}")
+
+    async def _preprocess(self, request: PreprocessRequest) -> PreprocessReply:
+        self._refuse_new()
+        with self._tasks.track(request.request_id, request.router_id):
+            self._num_preprocessing += 1
+            try:
+                async with asyncio.timeout(request.timeout_s):
+                    return await self._run(request)
+            except TimeoutError:
+                raise DeadlineExceeded from None
+            finally:
+                self._num_preprocessing -= 1
+
+    async def _run(self, request: PreprocessRequest) -> PreprocessReply:
+        begun_at_s = time.monotonic()
+        with await self._bytes_of(request) as buffer:
+            transfer_s = time.monotonic() - begun_at_s
+            timed = await self._pool.decode(buffer.data, request.param)
+        put_at_s = time.monotonic()
+        ref = await self._transport.put(torch.from_numpy(timed.image.pixels), request.request_id, request.timeout_s)
+        return PreprocessReply(timed.image.info, ref, self._time(timed, transfer_s, time.monotonic() - put_at_s))
+
+    def _time(self, timed: TimedImage, transfer_s: float, put_s: float) -> StageTime:
+        return StageTime(self.service, self._context.instance_id, timed.queued_s, transfer_s, timed.compute_s + put_s)
+
+    async def _bytes_of(self, request: PreprocessRequest) -> MediaBuffer:
+        """The caller closes the buffer."""
+        if request.media_id is not None:
+            return self._store.take(request.media_id, request.request_id)
+        if request.url is None:
+            raise BadRequest("the image has neither a URL nor bytes", code="invalid_image", param=request.param)
+        buffer = MediaBuffer(self._store)
+        try:
+            await self._fetcher.fetch(request.url, buffer, request.param)
+        except BaseException:
+            buffer.close()
+            raise
+        return buffer
+
+    async def _lease_blob(self, blob: bytearray, request_id: RequestId) -> TensorRef:
+        tensor = torch.from_numpy(np.frombuffer(blob, dtype=np.uint8))
+        return await self._transport.put(tensor, request_id, self._settings.request_timeout_s)
+
+    def _refuse_new(self) -> None:
+        """Raises Overloaded while draining, or when too much is under way."""
+        if self._context.is_draining:
+            raise Overloaded("the server is shutting down: try again")
+        if self._tasks.num_running >= self._settings.max_waiting:
+            raise Overloaded("too many images wait to be preprocessed: try again later")
+
+    def _release(self, request_id: RequestId) -> None:
+        self._tasks.cancel(request_id)
+        self._store.release_request(request_id)
+        self._transport.release_request(request_id)
+
+    def on_router_lost(self, router_id: InstanceId) -> None:
+        for request_id in self._tasks.cancel_router(router_id):
+            self._release(request_id)
+
+    def report(self) -> Report:
+        self._store.sweep()
+        used_bytes, capacity_bytes, num_leases = self._transport.usage()
+        num_running = self._pool.num_running
+        num_waiting = max(0, self._num_preprocessing - num_running) + self._store.num_uploads
+        resources = Resources(
+            pid=0,  # filled in by the frame, as num_threads
+            num_threads=0,
+            tensor_store_bytes=used_bytes,
+            tensor_store_capacity_bytes=capacity_bytes,
+            num_leases=num_leases,
+            media_store_bytes=self._store.num_bytes,
+        )
+        return Report(
+            loads=(StageLoad("preprocess", num_waiting, num_running),),
+            resources=resources,
+            model=self._model_card(),
+            transport=self._transport.address,
+        )
+
+    def _model_card(self) -> ModelCard:
+        checkpoint = self._checkpoint
+        longest = min(self._settings.max_model_len or checkpoint.max_position_embeddings, checkpoint.max_position_embeddings)
+        return ModelCard(checkpoint.name, checkpoint.revision, longest, checkpoint.random_weights)
+
+    def is_idle(self) -> bool:
+        """Leased pixels count: an encoder still has to pull them."""
+        *_, num_leases = self._transport.usage()
+        return self._tasks.num_running == 0 and self._store.num_uploads == 0 and num_leases == 0
+
+    async def stop(self) -> None:
+        self._pool.close()
+        await self._fetcher.close()
+        await self._transport.close()
+
+
+def _fetcher(settings: Settings) -> MediaFetcher:
+    if settings.allow_private_media:
+        return MediaFetcher(settings.fetch_timeout_s, is_allowed=lambda address: True)
+    return MediaFetcher(settings.fetch_timeout_s)
+
+
+def make_service(settings: Settings) -> ServiceApp:
+    return PreprocessService(settings)
