@@ -105,10 +105,10 @@ def make_checkpoint(kind: Kind, out_dir: Path, seed: int = 0) -> Path:
     """Write a checkpoint to out_dir (made if absent, files overwritten). The same seed writes the same weights."""
     # Deferred: the rest of loadgen must import without torch.
     import torch
+    import transformers
     from tokenizers import Tokenizer
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
-    from transformers.utils.logging import disable_progress_bar
 
+    untyped: Any = transformers  # most of it has no annotations
     out_dir.mkdir(parents=True, exist_ok=True)
     shape = SHAPES[kind]
     vocab, merges = _vocabulary(shape.vocab_size - len(SPECIAL_TOKENS))
@@ -116,14 +116,13 @@ def make_checkpoint(kind: Kind, out_dir: Path, seed: int = 0) -> Path:
     tokenizer = Tokenizer.from_str(json.dumps(_tokenizer(vocab, merges, ids)))
     tokenizer.save(str(out_dir / "tokenizer.json"))
     config = _config(shape, ids)
-    architecture: Any = Qwen2_5_VLForConditionalGeneration  # transformers' classes are untyped
     with torch.device("meta"):
-        model = architecture(Qwen2_5_VLConfig(**config)).to(torch.float32)
+        model = untyped.Qwen2_5_VLForConditionalGeneration(untyped.Qwen2_5_VLConfig(**config)).to(torch.float32)
     model.to_empty(device="cpu")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(_initial(name, tuple(parameter.shape), seed))
-    disable_progress_bar()
+    untyped.utils.logging.disable_progress_bar()
     model.save_pretrained(out_dir)
     (out_dir / "model.safetensors").chmod(0o644)  # safetensors writes 0600; a container's user is another one
     _write_json(out_dir / "config.json", {**config, "triptych_random_weights": True})

@@ -1,0 +1,85 @@
+"""What is particular to Qwen2.5-VL: its transformers model, vision tower call, and multimodal rotary positions.
+
+Another family gets a module of this shape. Shapes: T packed tokens, D model, P patches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import torch
+import transformers
+
+from triptych.shared.checkpoint import Checkpoint
+from triptych.shared.engine.attention import ATTENTION_NAME, BatchPlan, paged_attention
+from triptych.shared.errors import BadRequest
+from triptych.shared.messages import ImageInfo
+
+_untyped: Any = transformers  # most of transformers has no annotations
+
+
+class Qwen25VL:
+    """A loaded model. num_layers, num_kv_heads, head_size size the KV cache; hidden_size is that of embeddings."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+        """Raises BadRequest when the checkpoint is of a kind that this can't run."""
+        _untyped.AttentionInterface.register(ATTENTION_NAME, paged_attention)
+        _untyped.utils.logging.disable_progress_bar()
+        # from_pretrained builds on the meta device and assigns the tensors of the safetensors files
+        self._model: Any = _untyped.Qwen2_5_VLForConditionalGeneration.from_pretrained(
+            checkpoint.path,
+            dtype=dtype,
+            attn_implementation={"": "sdpa", "text_config": ATTENTION_NAME, "vision_config": "sdpa"},
+            use_safetensors=True,
+            local_files_only=True,
+        )
+        self._model.eval().requires_grad_(False).to(device)
+        text = self._model.config.text_config
+        if set(text.layer_types) != {"full_attention"}:
+            raise BadRequest("sliding-window text attention is not supported", code="unsupported_model")
+        self._device = device
+        self._language_model = self._model.model.language_model
+        self._embed_tokens = self._language_model.embed_tokens
+        self.num_layers: int = text.num_hidden_layers
+        self.num_kv_heads: int = text.num_key_value_heads
+        self.head_size: int = text.hidden_size // text.num_attention_heads
+        self.hidden_size: int = text.hidden_size
+        self.vocab_size: int = text.vocab_size
+
+    def encode(self, patches: torch.Tensor, images: Seq[ImageInfo]) -> list[torch.Tensor]:
+        """patches: [P of all images, C * T * S * S]. Returns [num_tokens, D] for each image."""
+        grids = torch.tensor([image.grid_thw for image in images], device=self._device)
+        features = self._model.model.get_image_features(patches, grids).pooler_output
+        return list(features)
+
+    def rotary_positions(self, token_ids: Seq[int], images: Seq[ImageInfo]) -> tuple[torch.Tensor, int]:
+        """Positions int64 [3, T] (time, height, width) of a prompt, and what to add to the index of later tokens."""
+        tokens_1T = torch.tensor([token_ids])
+        if not images:
+            return torch.arange(tokens_1T.shape[1]).expand(3, -1), 0
+        token_types = (tokens_1T == self._model.config.image_token_id).int()
+        grids = torch.tensor([image.grid_thw for image in images])
+        positions, delta = self._model.model.get_rope_index(tokens_1T, mm_token_type_ids=token_types, image_grid_thw=grids)
+        return positions[:, 0], int(delta)
+
+    def embed(self, tokens_T: torch.Tensor) -> torch.Tensor:
+        embedded: torch.Tensor = self._embed_tokens(tokens_T)
+        return embedded
+
+    def forward(self, embeds_TD: torch.Tensor, positions_3T: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
+        """Hidden states [T, D] of packed tokens."""
+        # a ready-made mask mapping keeps transformers from building a mask over the packed row; the plan has our own
+        hidden = self._language_model(
+            inputs_embeds=embeds_TD.unsqueeze(0),
+            position_ids=positions_3T.unsqueeze(1),
+            attention_mask={"full_attention": None},
+            use_cache=False,
+            plan=plan,
+        )
+        states: torch.Tensor = hidden.last_hidden_state[0]
+        return states
+
+    def logits(self, hidden_BD: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self._model.lm_head(hidden_BD)
+        return logits

@@ -1,0 +1,184 @@
+"""The torch engine: transformers' modules over a paged KV cache, one forward pass over a mixed batch of chunks.
+
+Synchronous and single-threaded, see api.py. export_blocks and import_blocks may run beside `run` on another thread: they
+touch only the blocks that they are given. Shapes: T packed tokens, D model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import torch
+
+from triptych.shared.checkpoint import Checkpoint
+from triptych.shared.engine.api import Chunk, Sequence
+from triptych.shared.engine.attention import BatchPlan, plan_batch
+from triptych.shared.engine.paged_kv import BlockPool
+from triptych.shared.engine.positions import check_chunk, check_prompt, chunk_positions
+from triptych.shared.engine.qwen2_5_vl import Qwen25VL
+from triptych.shared.engine.sampling import make_generator, sample
+from triptych.shared.engine.vision import check_image, patchify
+from triptych.shared.errors import BadRequest, InternalError
+from triptych.shared.messages import ImageInfo, ModelCard
+from triptych.shared.settings import Settings
+
+_FAMILIES = {"qwen2_5_vl": Qwen25VL}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def load_engine(checkpoint: Checkpoint, settings: Settings) -> TorchEngine:
+    """Load weights and make the KV cache.
+
+    Raises:
+        BadRequest: the model's family is not supported, or the device or the memory given can't hold it.
+    """
+    family = _FAMILIES.get(checkpoint.model_type)
+    if family is None:
+        known = ", ".join(sorted(_FAMILIES))
+        raise BadRequest(f"model type {checkpoint.model_type!r} is not one of {known}", code="unsupported_model")
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise BadRequest("device is cuda, but torch sees no CUDA device", code="bad_setting")
+    if settings.dtype == "float32":
+        torch.backends.cudnn.allow_tf32 = False  # float32 means float32: cuDNN's default rounds the patch embedding to TF32
+    return TorchEngine(family(checkpoint, _DTYPES[settings.dtype], torch.device(settings.device)), checkpoint, settings)
+
+
+class TorchEngine:
+    """Implements Engine. Blocks of the KV cache: [num_layers, 2, num_blocks, block_size, num_kv_heads, head_size]."""
+
+    def __init__(self, model: Qwen25VL, checkpoint: Checkpoint, settings: Settings) -> None:
+        self._model = model
+        self._checkpoint = checkpoint
+        self._dtype = _DTYPES[settings.dtype]
+        self._device = torch.device(settings.device)
+        self.block_size = settings.block_size
+        block_bytes = self._dtype.itemsize * math.prod(self.exported_shape(1)[0])
+        num_blocks = settings.kv_cache_bytes // block_bytes
+        if num_blocks < 1:
+            raise BadRequest(f"kv_cache_bytes is less than one KV block, {block_bytes} bytes", code="bad_setting")
+        self.block_pool = BlockPool(num_blocks)
+        self._kv = _zeros(self.exported_shape(num_blocks)[0], self._dtype, self._device)
+        self._caches = [(layer[0], layer[1]) for layer in self._kv]
+        limits = [checkpoint.max_position_embeddings, num_blocks * self.block_size, settings.max_model_len]
+        self.model_card = ModelCard(
+            name=checkpoint.name,
+            revision=checkpoint.revision,
+            max_model_len=min(limit for limit in limits if limit > 0),
+            random_weights=checkpoint.random_weights,
+        )
+        sizes = f"{model.num_layers}x{model.num_kv_heads}x{model.head_size}"
+        self.kv_layout = f"{checkpoint.model_type}/{checkpoint.revision}/{settings.dtype}/{sizes}/{self.block_size}"
+
+    @torch.inference_mode()
+    def encode(self, images: Seq[ImageInfo], pixels: Seq[torch.Tensor]) -> list[torch.Tensor]:
+        options = self._checkpoint.image
+        for image, picture in zip(images, pixels, strict=True):
+            check_image(image, picture, options)
+        patches = torch.cat([patchify(picture.to(self._device), options) for picture in pixels])
+        embeddings = self._model.encode(patches, images)
+        for image, embedded in zip(images, embeddings, strict=True):
+            if tuple(embedded.shape) != (image.num_tokens, self._model.hidden_size):
+                raise InternalError(f"the vision tower made {tuple(embedded.shape)} of an image of {image.num_tokens} tokens")
+        return embeddings
+
+    def prepare(self, sequence: Sequence) -> None:
+        check_prompt(sequence, self._checkpoint.image_token_id, self._model.vocab_size)
+        for span in sequence.images:
+            if tuple(span.embeddings.shape) != (span.image.num_tokens, self._model.hidden_size):
+                raise BadRequest("an image's embeddings don't fit its span", code="invalid_image_spans")
+        prompt = sequence.token_ids[: sequence.num_prompt_tokens]
+        images = [span.image for span in sequence.images]
+        sequence.positions, sequence.position_delta = self._model.rotary_positions(prompt, images)
+        sequence.generator = make_generator(sequence.sampling, sequence.num_output_tokens)
+
+    def resume(self, sequence: Sequence) -> None:
+        sequence.generator = make_generator(sequence.sampling, sequence.num_output_tokens)
+
+    @torch.inference_mode()
+    def run(self, chunks: Seq[Chunk]) -> list[int | None]:
+        for chunk in chunks:
+            check_chunk(chunk, self.block_size)
+        plan = plan_batch(chunks, self._caches, self._dtype)
+        embeds_TD, positions_3T = self._inputs(chunks, plan)
+        hidden_TD = self._model.forward(embeds_TD, positions_3T, plan)
+        tokens = self._sample(chunks, plan, hidden_TD)
+        for chunk in chunks:
+            chunk.sequence.num_computed_tokens += chunk.num_tokens
+        return tokens
+
+    @torch.inference_mode()
+    def export_blocks(self, block_ids: Seq[int], out: torch.Tensor | None = None) -> torch.Tensor:
+        shape, dtype = self.exported_shape(len(block_ids))
+        if out is None:
+            out = torch.empty(shape, dtype=dtype, device=self._device)
+        elif tuple(out.shape) != shape or out.dtype != dtype:
+            raise InternalError(f"KV export of {dtype} {shape} into {out.dtype} {tuple(out.shape)}")
+        index = torch.tensor(block_ids, dtype=torch.int64, device=self._device)
+        if out.device == self._device and out.is_contiguous():
+            torch.index_select(self._kv, 2, index, out=out)
+        else:
+            out.copy_(self._kv.index_select(2, index))
+        return out
+
+    @torch.inference_mode()
+    def import_blocks(self, blocks: torch.Tensor, block_ids: Seq[int]) -> None:
+        shape, dtype = self.exported_shape(len(block_ids))
+        if tuple(blocks.shape) != shape or blocks.dtype != dtype:
+            raise InternalError(f"KV import of {blocks.dtype} {tuple(blocks.shape)} where {dtype} {shape} fits")
+        index = torch.tensor(block_ids, dtype=torch.int64, device=self._device)
+        self._kv.index_copy_(2, index, blocks.to(self._device))
+
+    def exported_shape(self, num_blocks: int) -> tuple[tuple[int, ...], torch.dtype]:
+        model = self._model
+        return (model.num_layers, 2, num_blocks, self.block_size, model.num_kv_heads, model.head_size), self._dtype
+
+    def _inputs(self, chunks: Seq[Chunk], plan: BatchPlan) -> tuple[torch.Tensor, torch.Tensor]:
+        """Embeddings [T, D], with images in place of their placeholders, and rotary positions [3, T], in packed order."""
+        token_ids: list[int] = []
+        positions = []
+        placed: list[tuple[int, torch.Tensor]] = []
+        for i in plan.order:
+            sequence = chunks[i].sequence
+            start = sequence.num_computed_tokens
+            end = start + chunks[i].num_tokens
+            for span in sequence.images:
+                first, last = max(start, span.offset), min(end, span.offset + span.image.num_tokens)
+                if first < last:
+                    part = span.embeddings[first - span.offset : last - span.offset]
+                    placed.append((len(token_ids) + first - start, part))
+            token_ids.extend(sequence.token_ids[start:end])
+            positions.append(chunk_positions(sequence, start, end))
+        embeds_TD = self._model.embed(torch.tensor(token_ids, device=self._device))
+        for row, part in placed:
+            embeds_TD[row : row + len(part)] = part.to(embeds_TD)
+        return embeds_TD, torch.cat(positions, dim=1).to(self._device)
+
+    def _sample(self, chunks: Seq[Chunk], plan: BatchPlan, hidden_TD: torch.Tensor) -> list[int | None]:
+        """The next token of each chunk that reaches the end of its sequence, in the order of the chunks."""
+        rows, finished = [], []
+        row = 0
+        for i in plan.order:
+            row += chunks[i].num_tokens
+            sequence = chunks[i].sequence
+            if sequence.num_computed_tokens + chunks[i].num_tokens == len(sequence.token_ids):
+                rows.append(row - 1)
+                finished.append(i)
+        tokens: list[int | None] = [None] * len(chunks)
+        if finished:
+            logits = self._model.logits(hidden_TD[rows])
+            sequences = [chunks[i].sequence for i in finished]
+            sampled = sample(logits, [s.sampling for s in sequences], [s.generator for s in sequences])
+            for i, token in zip(finished, sampled, strict=True):
+                tokens[i] = token
+        return tokens
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros, and on the CPU ones that take no memory until they are written: torch.zeros touches every page. They must be
+    zeros since masked slots are still multiplied, and a NaN there would spread."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    flat = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(flat).view(dtype).view(shape)
