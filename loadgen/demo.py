@@ -1,0 +1,246 @@
+"""`make demo`: start a cluster, ask it three questions over HTTP, show each answer as it streams and the path it took.
+
+Talks to `triptych up` as any client would: a child process, its JSON line, the chat API. Files go to build/demo.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from PIL import Image, ImageDraw
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+TRAINED_CHECKPOINT = Path("deploy/demo/checkpoint")
+MADE_CHECKPOINT = Path("build/checkpoints/tiny")
+FOLDER = Path("build/demo")
+START_TIMEOUT_S = 120.0  # chosen: three processes that load torch, on a slow disk
+STOP_TIMEOUT_S = 45.0  # chosen: longer than drain_timeout_s
+REQUEST_TIMEOUT_S = 120.0  # the server's own default deadline
+LOG_TAIL_CHARS = 3000
+
+
+class DemoFailed(Exception):
+    """Something that a user can read ended the demo."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    title: str
+    text: str
+    pictures: tuple[Path, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How one question went: seconds to the first piece of text and to the end, and the server's trace."""
+
+    ttft_s: float
+    total_s: float
+    num_tokens: int
+    trace: dict[str, Any]
+
+
+async def choose_checkpoint(console: Console) -> Path:
+    """The trained demo checkpoint when there is one, else a small random one, made if it is missing."""
+    for folder in (TRAINED_CHECKPOINT, MADE_CHECKPOINT):
+        if (folder / "config.json").exists():
+            return folder
+    with console.status("Making a small checkpoint ..."):
+        command = (sys.executable, "-m", "triptych.loadgen.cli", "make-checkpoint", "tiny", str(MADE_CHECKPOINT))
+        process = await asyncio.create_subprocess_exec(
+            *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+        )
+        output, _ = await asyncio.wait_for(process.communicate(), START_TIMEOUT_S)
+    if process.returncode != 0:
+        raise DemoFailed(f"could not make a checkpoint:\n{output.decode(errors='replace')[-LOG_TAIL_CHARS:]}")
+    return MADE_CHECKPOINT
+
+
+def draw_pictures() -> tuple[Path, Path]:
+    """Two pictures to ask about: a red circle beside a blue square, and a green triangle."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    first, second = Image.new("RGB", (448, 336), "white"), Image.new("RGB", (336, 448), "lightyellow")
+    draw = ImageDraw.Draw(first)
+    draw.ellipse((40, 90, 200, 250), fill="red")
+    draw.rectangle((250, 90, 410, 250), fill="blue")
+    ImageDraw.Draw(second).polygon([(168, 60), (300, 380), (36, 380)], fill="green")
+    paths = FOLDER / "circle-and-square.png", FOLDER / "triangle.png"
+    for image, path in zip((first, second), paths, strict=True):
+        image.save(path)
+    return paths
+
+
+@contextlib.asynccontextmanager
+async def running_cluster(checkpoint: Path, console: Console) -> AsyncIterator[dict[str, Any]]:
+    """`triptych up` as a child process; gives its JSON line, and stops it at the end."""
+    log_path = FOLDER / "cluster.log"
+    command = (sys.executable, "-m", "triptych.services.cli", "up", "--json", "--port", "0", "--model", str(checkpoint))
+    with log_path.open("wb") as log:
+        # A session of its own: Ctrl-C reaches us, and we stop the cluster once.
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=log, start_new_session=True
+        )
+    try:
+        assert process.stdout is not None
+        with console.status("Starting the cluster ..."):
+            line = await asyncio.wait_for(process.stdout.readline(), START_TIMEOUT_S)
+        if not line:
+            await process.wait()
+            tail = log_path.read_text(errors="replace")[-LOG_TAIL_CHARS:]
+            raise DemoFailed(f"the cluster ended with status {process.returncode}; {log_path} says:\n{tail}")
+        yield json.loads(line)
+    finally:
+        await _stop(process)
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is not None:
+        return
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(signal.SIGINT)
+    try:
+        await asyncio.wait_for(process.wait(), STOP_TIMEOUT_S)
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+
+
+def request_body(question: Question, max_tokens: int) -> dict[str, Any]:
+    """The chat request, pictures as data: URLs before the text."""
+    content: list[dict[str, Any]] = [
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()}}
+        for path in question.pictures
+    ]
+    content.append({"type": "text", "text": question.text})
+    return {
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+async def read_events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
+    """The JSON chunks of an event stream.
+
+    Raises:
+        DemoFailed: it carried an error, or ended without [DONE].
+    """
+    async for line in response.content:
+        data = line.decode().removeprefix("data: ").strip()
+        if data == "[DONE]":
+            return
+        if line.startswith(b"data: "):
+            chunk = json.loads(data)
+            if "error" in chunk:
+                raise DemoFailed(chunk["error"]["message"])
+            yield chunk
+    raise DemoFailed("the stream broke off")
+
+
+async def ask(http: aiohttp.ClientSession, url: str, question: Question, console: Console) -> Outcome:
+    """Send one question and print the answer while it comes."""
+    begin_s = time.monotonic()
+    ttft_s, num_tokens = 0.0, 0
+    trace: dict[str, Any] = {}
+    headers = {"X-Triptych-Trace": "1"}
+    async with http.post(f"{url}/v1/chat/completions", json=request_body(question, 32), headers=headers) as response:
+        if response.status != 200:
+            raise DemoFailed(f"status {response.status}: {(await response.text())[:500]}")
+        async for chunk in read_events(response):
+            text = "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
+            if text:
+                ttft_s = ttft_s or time.monotonic() - begin_s
+                shown = "".join(letter if letter.isprintable() else " " for letter in text)
+                console.print(shown, end="", style="bold", markup=False, highlight=False, soft_wrap=True)
+            num_tokens = (chunk.get("usage") or {}).get("completion_tokens", num_tokens)
+            trace = chunk.get("triptych") or trace
+    console.print()
+    if not num_tokens or not trace:
+        raise DemoFailed("the answer has no usage or no trace")
+    return Outcome(ttft_s, time.monotonic() - begin_s, num_tokens, trace)
+
+
+def path_table(trace: dict[str, Any]) -> Table:
+    """One row for each stage of the request, times in milliseconds."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("stage", "instance"):
+        table.add_column(name, no_wrap=True)
+    for name in ("queued ms", "transfer ms", "compute ms"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in trace["stages"]:
+        times = (f"{row[name]:.1f}" for name in ("queued_ms", "transfer_ms", "compute_ms"))
+        table.add_row(row["stage"], row["instance_id"], *times)
+    return table
+
+
+async def show(http: aiohttp.ClientSession, url: str, question: Question, console: Console) -> None:
+    """One question with its pictures, its answer and its path."""
+    for path in question.pictures:
+        console.print(f"picture  {path}", markup=False, highlight=False)
+    console.print(f"user     {question.text}", markup=False, highlight=False)
+    console.print("answer   ", end="")
+    outcome = await ask(http, url, question, console)
+    console.print(path_table(outcome.trace))
+    times = f"first token after {1000 * outcome.ttft_s:.0f} ms, all {outcome.num_tokens} after {1000 * outcome.total_s:.0f} ms"
+    console.print(f"{times}, attempts: {outcome.trace['attempts']}", highlight=False)
+
+
+async def run(console: Console) -> None:
+    """The whole demo.
+
+    Raises:
+        DemoFailed: a question was not answered, or the cluster did not start.
+    """
+    shapes, triangle = draw_pictures()
+    questions = (
+        Question("A text question", "What is a triptych?"),
+        Question("A question about a picture", "What is left of the square?", (shapes,)),
+        Question("A question about two pictures", "Which picture shows a triangle?", (shapes, triangle)),
+    )
+    checkpoint = await choose_checkpoint(console)
+    begin_s = time.monotonic()
+    async with running_cluster(checkpoint, console) as info:
+        console.print(
+            f"Cluster of {checkpoint} ready at {info['url']} after {time.monotonic() - begin_s:.1f} s", highlight=False
+        )
+        if info.get("random_weights"):
+            console.print("[yellow]The weights are random: the answers are noise, the path they take is real.[/]")
+        timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
+        async with aiohttp.ClientSession(timeout=timeout) as http:
+            for number, question in enumerate(questions, 1):
+                console.rule(f"{number}. {question.title}", align="left")
+                await show(http, info["url"].rstrip("/"), question, console)
+        console.rule(style="dim")
+    console.print("All three answered; the cluster is stopped. Start your own: [bold].venv/bin/triptych up[/]", highlight=False)
+
+
+def main() -> int:
+    """Exit status 0 only when all three questions were answered."""
+    console = Console()
+    try:
+        asyncio.run(run(console))
+    except (DemoFailed, TimeoutError, aiohttp.ClientError) as error:
+        console.print(f"\n[red]The demo failed:[/] {escape(str(error) or type(error).__name__)}", highlight=False)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
