@@ -64,12 +64,22 @@ class Transport(Protocol):
         lease ends for whatever reason. Takes room in the store only while it is pulled."""
         ...
 
-    async def pull(self, ref: TensorRef, peer: TransportAddress, timeout_s: float, release: bool = True) -> torch.Tensor:
-        """The tensor's bytes in memory of our own; release drops it at its owner.
+    async def pull(
+        self,
+        ref: TensorRef,
+        peer: TransportAddress,
+        timeout_s: float,
+        release: bool = True,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The tensor's bytes in memory of our own (`out`, when given: contiguous, of the ref's shape and dtype); release
+        drops it at its owner. After a failed or cancelled pull `out` may still be written to: use another one.
 
         Raises:
-            InstanceLost: the owner is gone or no longer holds it.
+            InstanceLost: the owner is gone, or no longer holds it (code tensor_gone).
             DeadlineExceeded: it took longer than timeout_s.
+            InternalError: ref, out and what is stored contradict each other (code tensor_mismatch).
+            Overloaded: too many transfers at once, or the owner has no room for a lazy tensor.
         """
         ...
 

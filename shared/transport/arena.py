@@ -1,0 +1,91 @@
+"""One instance's tensor memory: a sealed memfd, mapped once, that same-host peers can map read-only.
+
+The kernel frees it with the process, whatever its end. Layout: a first page with the probe token, then ranges of
+`allocator.FirstFit`, each with a stamp of STAMP_BYTES (the tensor's id, zeroed when the range is freed) before its data:
+
+    | token ... | stamp | data ... | stamp | data ... |
+
+A reader checks the stamp after its copy, so a range that was freed meanwhile is never taken for the tensor.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import secrets
+
+import torch
+
+from triptych.shared.messages import TensorId
+from triptych.shared.transport.allocator import ALIGN_BYTES, FirstFit
+
+STAMP_BYTES = ALIGN_BYTES
+TOKEN_BYTES = 32
+KEEP_WARM_BYTES = 32 << 20  # chosen: pages that an idle arena keeps; the rest goes back to the system
+
+
+def stamp_of(tensor_id: TensorId) -> bytes:
+    """What lies before the data of a live tensor."""
+    return tensor_id.encode().ljust(STAMP_BYTES, b"\0")
+
+
+class Arena:
+    """Allocates and views ranges; offsets are of a range's data, counted from the start of the file."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.allocator = FirstFit(capacity_bytes)
+        self._fd = os.memfd_create("triptych-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        size = mmap.PAGESIZE + self.allocator.capacity_bytes
+        os.ftruncate(self._fd, size)
+        # a sealed size means that a reader's mapping can never fault, whatever becomes of us
+        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        self._map = mmap.mmap(self._fd, size)
+        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._high_bytes = 0
+        self.token = secrets.token_hex(TOKEN_BYTES // 2)
+        self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
+        self._map[:TOKEN_BYTES] = self.token.encode()
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self.allocator.capacity_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        return self.allocator.used_bytes
+
+    def allocate(self, num_bytes: int) -> int | None:
+        """Offset of num_bytes of data, or None when there is no room."""
+        start = self.allocator.allocate(STAMP_BYTES + num_bytes)
+        if start is None:
+            return None
+        self._high_bytes = max(self._high_bytes, start + STAMP_BYTES + num_bytes)
+        return mmap.PAGESIZE + start + STAMP_BYTES
+
+    def stamp(self, offset: int, tensor_id: TensorId) -> None:
+        """Mark the data at offset as complete and of this tensor."""
+        self._map[offset - STAMP_BYTES : offset] = stamp_of(tensor_id)
+
+    def free(self, offset: int) -> None:
+        """Give back the range at offset."""
+        self._map[offset - STAMP_BYTES : offset] = bytes(STAMP_BYTES)
+        self.allocator.free(offset - STAMP_BYTES - mmap.PAGESIZE)
+
+    def view(self, offset: int, num_bytes: int) -> torch.Tensor:
+        """The data at offset as 1-D uint8; valid until it is freed."""
+        return self._bytes[offset : offset + num_bytes]
+
+    def trim(self) -> None:
+        """Return an idle arena's pages to the system, except the first KEEP_WARM_BYTES."""
+        if self.used_bytes or self._high_bytes <= KEEP_WARM_BYTES:
+            return
+        start = mmap.PAGESIZE + KEEP_WARM_BYTES
+        self._map.madvise(mmap.MADV_REMOVE, start, len(self._map) - start)
+        self._high_bytes = KEEP_WARM_BYTES
+
+    def close(self) -> None:
+        """Close the file; the mapping goes with the last view of it."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1

@@ -1,0 +1,157 @@
+"""One pull, from choosing the channel to PullDone: the puller's half of the protocol.
+
+puller                                   owner
+  | -- PairRequest (gloo, first time) --> |  both join the group
+  | -- PullRequest ---------------------> |  pins the tensor; gloo: posts the send
+  | <-- PullReply or a typed refusal ---- |
+  |    memcpy, or receive                 |
+  | -- PullDone ------------------------> |  unpins, maybe drops
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from triptych.shared.errors import DeadlineExceeded, InstanceLost, InternalError, TriptychError
+from triptych.shared.messages import InstanceId, PullDone, PullReply, PullRequest, TensorRef, TransportAddress
+from triptych.shared.transport.api import ControlPlane
+from triptych.shared.transport.pair import Pair
+from triptych.shared.transport.shared_memory import SharedMemory
+from triptych.shared.transport.torch_distributed import Owners, backend_of
+
+Mode = Literal["auto", "gloo", "shared_memory"]
+
+_TAGS = 1 << 31
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """What one pull is to do. `allocate` makes the destination, once the owner has agreed."""
+
+    ref: TensorRef
+    address: TransportAddress
+    transfer_id: int
+    deadline_s: float
+    release: bool
+    device: torch.device
+    allocate: Callable[[], torch.Tensor]
+
+    def remaining_s(self) -> float:
+        """Raises DeadlineExceeded when there is nothing left."""
+        left_s = self.deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise DeadlineExceeded("a tensor transfer ran out of time")
+        return left_s
+
+    def request(self, puller: InstanceId, channel: str, epoch: int = 0) -> PullRequest:
+        ref, timeout_s = self.ref, self.remaining_s()
+        return PullRequest(
+            ref.tensor_id, puller, channel, self.transfer_id, ref.shape, ref.dtype, ref.num_bytes, timeout_s, epoch
+        )
+
+
+class Puller:
+    """Pulls from other instances, over shared memory where that works, else over torch.distributed."""
+
+    def __init__(
+        self, instance_id: InstanceId, control: ControlPlane, mode: Mode, shared_memory: SharedMemory, owners: Owners
+    ) -> None:
+        self._instance_id = instance_id
+        self._control = control
+        self._mode = mode
+        self._shared_memory = shared_memory
+        self._owners = owners
+        self._transfer_ids = itertools.count(1)
+
+    def next_transfer_id(self) -> int:
+        """Unique among this puller's transfers of the last hours; Gloo's tags are 31 bits."""
+        return next(self._transfer_ids) % _TAGS
+
+    async def pull(self, pull: Pull) -> torch.Tensor:
+        """Raises what `Transport.pull` raises."""
+        arena = self._shared_memory.arena_of(pull.ref.owner, pull.address) if self._mode != "gloo" else None
+        if arena is not None:
+            request = pull.request(self._instance_id, "shared_memory")
+            async with _Done(self, pull) as done:
+                reply = await self._ask(pull, request)
+                destination = pull.allocate()
+                await self._shared_memory.copy(arena, reply.offset, pull.ref.tensor_id, destination)
+                done.is_copied = True
+            return destination
+        if self._mode == "shared_memory":
+            raise InternalError("the owner's shared memory cannot be reached from here", code="transport_unusable")
+        try:
+            return await self._pull_over_pair(pull)
+        except InstanceLost as error:
+            if error.code != "pair_lost":
+                raise
+        pull = replace(pull, transfer_id=self.next_transfer_id())
+        return await self._pull_over_pair(pull)  # the tensor may well be there still; a dead owner fails at once
+
+    async def _pull_over_pair(self, pull: Pull) -> torch.Tensor:
+        backend = backend_of(pull.device)
+        owner = pull.ref.owner
+        pull.remaining_s()
+        pair = await self._owners.pair_with(owner, pull.address, backend, pull.deadline_s)
+        async with pair.slots:
+            try:
+                return await self._receive(pull, pair, backend)
+            except TriptychError as error:
+                if error.code in ("pair_lost", "timeout", "instance_lost"):
+                    self._owners.discard(owner, pair)
+                raise
+            except BaseException:
+                self._owners.discard(owner, pair)
+                raise
+
+    async def _receive(self, pull: Pull, pair: Pair, channel: str) -> torch.Tensor:
+        request = pull.request(self._instance_id, channel, pair.epoch)
+        async with _Done(self, pull) as done:
+            await self._ask(pull, request)
+            destination = pull.allocate()
+            if pull.ref.num_bytes:
+                try:
+                    await pair.receive(pull.transfer_id, destination, pull.remaining_s())
+                except InstanceLost:
+                    pull.remaining_s()  # when the time is over, that was the reason
+                    raise
+            done.is_copied = True
+        return destination
+
+    async def _ask(self, pull: Pull, request: PullRequest) -> PullReply:
+        reply = await self._control.request(pull.ref.owner, request, request.timeout_s)
+        if not isinstance(reply, PullReply):
+            raise InternalError("the owner of a tensor answered with something else", code="bad_reply")
+        return reply
+
+    async def publish_done(self, pull: Pull, release: bool) -> None:
+        """Best effort: without it the owner's own timeout ends the transfer."""
+        message = PullDone(pull.ref.tensor_id, self._instance_id, pull.transfer_id, release)
+        try:
+            await self._control.publish(pull.ref.owner, message)
+        except Exception:
+            log.warning("could not tell the owner of a tensor that a pull is over", exc_info=True)
+
+
+class _Done:
+    """Publishes PullDone at the end of a transfer, whatever the end."""
+
+    def __init__(self, puller: Puller, pull: Pull) -> None:
+        self._puller = puller
+        self._pull = pull
+        self.is_copied = False
+
+    async def __aenter__(self) -> _Done:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._puller.publish_done(self._pull, self._pull.release and self.is_copied)

@@ -1,0 +1,240 @@
+"""`InstanceTransport`: one instance's store, its pulls from others, and what it owes to those who pull from it.
+
+The host of the instance hands PullRequest, PullDone and PairRequest from the bus to on_pull, on_pull_done and on_pair, and
+calls forget_peer when the registry loses an instance.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+
+from triptych.shared.errors import DeadlineExceeded, InstanceLost, InternalError, Overloaded
+from triptych.shared.messages import (
+    Accepted,
+    InstanceId,
+    PairRequest,
+    PullDone,
+    PullReply,
+    PullRequest,
+    RequestId,
+    TensorId,
+    TensorRef,
+    TransportAddress,
+)
+from triptych.shared.transport.api import ControlPlane
+from triptych.shared.transport.arena import Arena
+from triptych.shared.transport.layout import checked_dtype
+from triptych.shared.transport.lease import PullKey
+from triptych.shared.transport.local import pull_local
+from triptych.shared.transport.pulling import Mode, Pull, Puller
+from triptych.shared.transport.rendezvous import Backend, Rendezvous, address_of
+from triptych.shared.transport.shared_memory import SharedMemory
+from triptych.shared.transport.store import TensorStore
+from triptych.shared.transport.torch_distributed import Owners, Pullers
+
+MAX_PULLS_UNDER_WAY = 512  # chosen: all images of the requests that one instance works on
+SWEEP_INTERVAL_S = 0.25  # chosen: how late an expired lease may end
+_NUM_COPY_THREADS = 2  # chosen: one memcpy nearly fills the memory bus; the second keeps small copies from waiting
+
+T = TypeVar("T")
+
+
+class InstanceTransport:
+    """Implements `Transport`. Call `start` first; `address` is known after it."""
+
+    address: TransportAddress
+
+    def __init__(
+        self,
+        instance_id: InstanceId,
+        control: ControlPlane,
+        bind_host: str,
+        capacity_bytes: int,
+        mode: Mode = "auto",
+        transfer_timeout_s: float = 15.0,
+    ) -> None:
+        self._instance_id = instance_id
+        self._control = control
+        self._bind_host = bind_host
+        self._mode: Mode = mode
+        self._transfer_timeout_s = transfer_timeout_s
+        self._copies = ThreadPoolExecutor(_NUM_COPY_THREADS, thread_name_prefix="transport-copy")
+        self._arena = Arena(capacity_bytes)
+        self._store = TensorStore(instance_id, self._arena, self._copies, transfer_timeout_s)
+        self._shared_memory = SharedMemory(self._copies)
+        self._tasks: set[asyncio.Task[object]] = set()
+        self._num_pulls = 0
+        self._lost: dict[InstanceId, asyncio.Future[None]] = {}  # set when the peer that we pull from is forgotten
+
+    async def start(self) -> None:
+        """Bind to bind_host, begin to sweep."""
+        rendezvous = self._rendezvous = Rendezvous(self._bind_host)
+        self.address = address_of(rendezvous, self._arena.path, self._arena.token)
+        self._pullers = Pullers(self._instance_id, rendezvous, self._copies)
+        self._owners = Owners(self._instance_id, rendezvous, self._control)
+        self._puller = Puller(self._instance_id, self._control, self._mode, self._shared_memory, self._owners)
+        self._spawn(self._sweep_forever())
+
+    # --- our own tensors -------------------------------------------------------------------------------------------------
+
+    async def put(self, tensor: torch.Tensor, request_id: RequestId, lease_s: float) -> TensorRef:
+        return await self._store.put(tensor, request_id, lease_s)
+
+    async def put_lazy(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        request_id: RequestId,
+        lease_s: float,
+        materialize: Callable[[torch.Tensor], None],
+        on_release: Callable[[], None],
+    ) -> TensorRef:
+        return await self._store.put_lazy(shape, dtype, request_id, lease_s, materialize, on_release)
+
+    def release(self, tensor_id: TensorId) -> None:
+        self._store.release(tensor_id)
+
+    def release_request(self, request_id: RequestId) -> None:
+        self._store.release_request(request_id)
+
+    def usage(self) -> tuple[int, int, int]:
+        return self._store.usage()
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the store's books don't balance."""
+        self._store.check_integrity()
+
+    # --- tensors of others -----------------------------------------------------------------------------------------------
+
+    async def pull(
+        self,
+        ref: TensorRef,
+        peer: TransportAddress,
+        timeout_s: float,
+        release: bool = True,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        pull = self._new_pull(ref, peer, timeout_s, release, out)
+        if self._num_pulls >= MAX_PULLS_UNDER_WAY:
+            raise Overloaded("too many transfers at once", code="too_many_pulls")
+        # a task of its own: a transfer under way cannot be stopped, only outlived, so a cancelled caller leaves it behind
+        self._num_pulls += 1
+        task = self._spawn(self._pull(pull))
+        task.add_done_callback(self._pulled)
+        lost = self._lost.setdefault(ref.owner, asyncio.get_running_loop().create_future())
+        await asyncio.wait({task, lost}, timeout=pull.remaining_s(), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        if lost.done():
+            raise InstanceLost("the owner of a tensor is gone", instance_id=ref.owner)
+        raise DeadlineExceeded("a tensor transfer ran out of time")
+
+    def _new_pull(
+        self, ref: TensorRef, peer: TransportAddress, timeout_s: float, release: bool, out: torch.Tensor | None
+    ) -> Pull:
+        dtype = checked_dtype(ref)
+        if out is not None and (out.shape != ref.shape or out.dtype != dtype or not out.is_contiguous()):
+            raise InternalError("the given tensor doesn't fit the reference", code="tensor_mismatch")
+        deadline_s = time.monotonic() + min(timeout_s, self._transfer_timeout_s)
+        device = out.device if out is not None else torch.device("cpu")
+
+        def allocate() -> torch.Tensor:
+            return torch.empty(ref.shape, dtype=dtype) if out is None else out
+
+        return Pull(ref, peer, self._puller.next_transfer_id(), deadline_s, release, device, allocate)
+
+    async def _pull(self, pull: Pull) -> torch.Tensor:
+        if pull.ref.owner == self._instance_id:
+            request = pull.request(self._instance_id, "local")
+            return await pull_local(self._store, request, pull.allocate(), self._copies, pull.release)
+        return await self._puller.pull(pull)
+
+    def _pulled(self, task: asyncio.Task[torch.Tensor]) -> None:
+        self._num_pulls -= 1
+        if not task.cancelled():
+            task.exception()  # seen: the caller may have left
+
+    # --- what we owe to those who pull from us ---------------------------------------------------------------------------
+
+    async def on_pull(self, message: PullRequest) -> PullReply:
+        if message.channel not in ("shared_memory", "gloo", "nccl"):
+            raise InternalError("a puller asks for an unknown channel", code="bad_channel")
+        lease = await self._store.begin_pull(message)
+        if message.channel == "shared_memory":
+            return PullReply(self._store.offset_of(lease))
+        key = PullKey(message.puller, message.transfer_id)
+        try:
+            if lease.num_bytes:
+                await self._pullers.send(message, self._store.view(lease), min(message.timeout_s, self._transfer_timeout_s))
+        except BaseException:
+            self._spawn(self._finish(message.tensor_id, key, release=False))
+            raise
+        return PullReply()
+
+    def on_pull_done(self, message: PullDone) -> None:
+        key = PullKey(message.puller, message.transfer_id)
+        if self._pullers.has(message.puller):
+            self._spawn(self._finish(message.tensor_id, key, message.release))
+        else:
+            self._store.end_pull(message.tensor_id, key, message.release)
+
+    async def on_pair(self, message: PairRequest) -> Accepted:
+        backend: Backend = "gloo"
+        self._pullers.accept(message, backend, min(message.timeout_s, self._transfer_timeout_s))
+        return Accepted()
+
+    def forget_peer(self, instance_id: InstanceId) -> None:
+        self._shared_memory.forget(instance_id)
+        self._owners.forget(instance_id)
+        lost = self._lost.pop(instance_id, None)
+        if lost is not None and not lost.done():
+            lost.set_result(None)
+        if self._pullers.has(instance_id):
+            self._spawn(self._give_up(instance_id, self._store.pulls(instance_id)))
+        else:
+            for tensor_id, key in self._store.pulls(instance_id):
+                self._store.end_pull(tensor_id, key, release=False)
+
+    async def _finish(self, tensor_id: TensorId, key: PullKey, release: bool) -> None:
+        """Over torch.distributed the memory is free only after the send is."""
+        await self._pullers.finish(key.puller, key.transfer_id)
+        self._store.end_pull(tensor_id, key, release)
+
+    async def _give_up(self, puller: InstanceId, pulls: list[tuple[TensorId, PullKey]]) -> None:
+        await self._pullers.drop(puller)
+        for tensor_id, key in pulls:
+            self._store.end_pull(tensor_id, key, release=False)
+
+    async def _sweep_forever(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_INTERVAL_S)
+            now_s = time.monotonic()
+            overdue = self._store.pulls(due_s=now_s)
+            for puller in {key.puller for _, key in overdue}:
+                await self._give_up(puller, [pull for pull in overdue if pull[1].puller == puller])
+            self._store.sweep(now_s)
+
+    # --- the end ---------------------------------------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=self._transfer_timeout_s)
+        await self._owners.close()
+        await self._pullers.close()
+        await self._store.close()
+        self._copies.shutdown(wait=True)
+        self._rendezvous.close()
+
+    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
