@@ -26,7 +26,7 @@ def each_alone(call: Callable[[Sequence[T]], Sequence[R]], items: Sequence[T]) -
         return [each_alone(call, [item])[0] for item in items]
 
 
-def run_isolated(engine: Engine, chunks: Sequence[Chunk]) -> list[int | None | Exception]:
+def run_isolated(engine: Engine, chunks: Sequence[Chunk]) -> list[int | Exception | None]:
     """engine.run(chunks); a chunk that breaks the batch fails alone. Chunks are repeatable: their KV goes where it went."""
 
     def run(batch: Sequence[Chunk]) -> list[int | None]:

@@ -26,8 +26,7 @@ class _Lease:
 
 
 class KvBlocks:
-    """See the module's docstring. num_claimed: free blocks that running decode work is about to need; new prompts leave
-    them (set by the decode role, obeyed by prefill on the same instance)."""
+    """See the module's docstring. num_claimed: free blocks that decode work is about to need; new prompts leave them."""
 
     def __init__(self, engine: Engine, transport: Transport) -> None:
         self._engine = engine
@@ -58,6 +57,12 @@ class KvBlocks:
         if num_blocks + keep_free > self._pool.num_free:
             return None
         return self._pool.allocate(num_blocks)
+
+    def claim(self, num_blocks: int) -> None:
+        """Set num_claimed. Called by the decode role, obeyed by prefill on the same instance."""
+        has_shrunk, self.num_claimed = num_blocks < self.num_claimed, num_blocks
+        if has_shrunk:
+            self._tell_freed()
 
     def free(self, sequence: Sequence) -> None:
         """Give a sequence's blocks back. Idempotent."""

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -21,6 +21,8 @@ from triptych.shared.messages import Event, InstanceId, InstanceRequest, Message
 from triptych.shared.request_tasks import RequestTasks
 from triptych.shared.settings import Settings
 from triptych.shared.transport.api import Transport
+
+T = TypeVar("T")
 
 LEASE_GRACE_S = 5.0  # chosen: a lease outlives its request's deadline by this, for messages under way
 
@@ -45,15 +47,17 @@ class HostContext:
         """A peer's tensor, which the peer drops; one of our own without copying, to be released after use.
 
         Raises:
-            InstanceLost: the owner is gone or no longer holds it.
-            DeadlineExceeded: it took longer than transfer_timeout_s.
+            InstanceLost: the owner is gone, silent for transfer_timeout_s, or no longer holds it.
         """
         if ref.owner == self.instance_id:
             return self.transport.get(ref)
         peer = self.peer_address(ref.owner)
         if peer is None:
             raise InstanceLost("an instance that holds a part of the request is gone", instance_id=ref.owner)
-        return await self.transport.pull(ref, peer, self.settings.transfer_timeout_s)
+        try:
+            return await self.transport.pull(ref, peer, self.settings.transfer_timeout_s)
+        except DeadlineExceeded:
+            raise InstanceLost("a tensor transfer took too long", instance_id=ref.owner, code="transfer_timeout") from None
 
     def drop(self, ref: TensorRef) -> None:
         """After `pull`: release the tensor when it is our own."""
@@ -102,6 +106,18 @@ class Intake:
             raise Overloaded(f"this {self._stage} instance takes no new requests", code="stage_unavailable")
         if num_waiting >= self._max_waiting:
             raise Overloaded(f"{num_waiting} requests wait at this {self._stage} instance already")
+
+
+def settle(future: asyncio.Future[T], outcome: T | Exception) -> None:
+    """Give `future` its result or exception, unless its waiter was cancelled. An exception that then nobody looks at is
+    not reported as forgotten."""
+    if future.done():
+        return
+    if isinstance(outcome, Exception):
+        future.set_exception(outcome)
+        future.exception()
+    else:
+        future.set_result(outcome)
 
 
 @asynccontextmanager

@@ -1,0 +1,205 @@
+"""The running decode batch: who joins, who gets blocks, who is preempted, one token for each per step.
+
+On a lack of blocks the youngest sequence is preempted: its blocks are exported to host memory and imported again later,
+which is token-exact. Older requests go first everywhere. Event loop only, but for `_compute`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from triptych.services.decode.job import DecodeJob
+from triptych.shared.engine.api import Chunk
+from triptych.shared.engine.isolate import as_typed, run_isolated
+from triptych.shared.engine.role import HostContext, settle
+from triptych.shared.errors import Overloaded
+
+OnOutcome = Callable[[DecodeJob, int | Exception], None]
+
+
+class DecodeBatch:
+    """Jobs that have their KV: waiting for blocks or a place in the batch, or running.
+
+    Args:
+        on_outcome: called for each job of a step with its next token, or with the error that ends it.
+    """
+
+    def __init__(self, context: HostContext, on_outcome: OnOutcome) -> None:
+        self._context = context
+        self._on_outcome = on_outcome
+        self._max_preempted_bytes = context.settings.kv_cache_bytes  # chosen: as much again as the pool
+        self._waiting: list[DecodeJob] = []
+        self._running: list[DecodeJob] = []
+        self.num_preemptions = 0
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in context of all jobs here."""
+        return sum(len(job.sequence.token_ids) for job in (*self._running, *self._waiting))
+
+    def is_empty(self) -> bool:
+        return not self._waiting and not self._running
+
+    def add(self, job: DecodeJob) -> None:
+        """The job's KV is here: in `job.kv`, or in blocks that it took over."""
+        self._waiting.append(job)
+
+    def leave(self, job: DecodeJob) -> None:
+        """Forget a job and free its blocks, now or when the engine is done with them. Idempotent."""
+        job.has_left = True
+        for jobs in (self._waiting, self._running):
+            if job in jobs:
+                jobs.remove(job)
+        if not job.is_in_step:
+            self._free(job)
+        self._claim()
+
+    async def step(self) -> bool:
+        """One token for every running job; False when none runs."""
+        self._join()
+        await self._reserve()
+        self._claim()
+        batch = list(self._running)
+        if not batch:
+            return False
+        self._enter(batch)
+        try:
+            outcomes = await self._context.thread.run(self._compute, batch)
+        finally:
+            self._exit(batch)
+        for job, outcome in zip(batch, outcomes, strict=True):
+            if job.has_left:
+                continue
+            job.kv, job.is_preempted = None, False  # now in its blocks
+            settle(job.joined, None)
+            self._on_outcome(job, outcome)
+        return True
+
+    def fail_all(self, error: Exception) -> None:
+        """End every job with `error`."""
+        for job in (*self._running, *self._waiting):
+            self._on_outcome(job, error)
+
+    def _join(self) -> None:
+        """Move waiting jobs to the batch, oldest first. One that lacks blocks is not overtaken by others that need some."""
+        kv, may_allocate = self._context.kv, True
+        for job in sorted(self._waiting, key=_age):
+            if len(self._running) >= self._context.settings.max_num_seqs:
+                break
+            if job.kv is not None:
+                need = kv.num_for(job.sequence.num_computed_tokens + 1)
+                blocks = kv.allocate(need, keep_free=len(self._running)) if may_allocate else None
+                if blocks is None:
+                    may_allocate = False
+                    continue
+                job.sequence.block_table = blocks
+            self._waiting.remove(job)
+            self._running.append(job)
+            if job.begun_at_s is None:
+                job.begun_at_s = time.monotonic()
+        self._running.sort(key=_age)
+
+    async def _reserve(self) -> None:
+        """Give every running job a block for its next token, preempting the youngest for the older."""
+        for job in list(self._running):
+            while job in self._running and self._lacks_block(job):
+                block = self._context.kv.allocate(1)
+                if block is not None:
+                    job.sequence.block_table += block
+                    continue
+                holders = [one for one in (*self._running, *self._waiting) if one.sequence.block_table]
+                await self._preempt(max(holders, key=_age))
+
+    def _lacks_block(self, job: DecodeJob) -> bool:
+        return self._context.kv.num_for(job.sequence.num_computed_tokens + 1) > len(job.sequence.block_table)
+
+    async def _preempt(self, job: DecodeJob) -> None:
+        """Move a job's KV to host memory and its blocks back to the pool. Nothing else runs between the latter and the
+        return to the caller, so that it gets them."""
+        self.num_preemptions += 1
+        if job.kv is None and not await self._export(job):
+            return
+        job.is_preempted = True
+        if job in self._running:
+            self._running.remove(job)
+            self._waiting.append(job)
+        self._free(job, keep_kv=True)
+
+    async def _export(self, job: DecodeJob) -> bool:
+        """Whether job.kv was filled; when not, the job was ended and its blocks are free."""
+        engine, sequence = self._context.engine, job.sequence
+        blocks = sequence.block_table[: self._context.kv.num_for(sequence.num_computed_tokens)]
+        held = sum(one.num_kv_bytes for one in self._waiting if one.is_preempted)
+        shape, dtype = engine.exported_shape(len(blocks))
+        num_bytes = dtype.itemsize
+        for size in shape:
+            num_bytes *= size
+        if held + num_bytes > self._max_preempted_bytes:
+            self._on_outcome(job, Overloaded("too many requests at one decode instance", code="kv_full"))
+            return False
+        self._enter([job])
+        try:
+            job.kv = await self._context.thread.run(engine.export_blocks, blocks)
+        except Exception as error:
+            self._on_outcome(job, as_typed(error, "moving KV blocks"))
+        finally:
+            self._exit([job])
+        return not job.has_left
+
+    def _compute(self, batch: list[DecodeJob]) -> list[int | Exception]:
+        """On the engine thread: import the KV of those who joined, then one token for each."""
+        engine = self._context.engine
+        outcomes: list[int | Exception] = []
+        for job in batch:
+            try:
+                self._import(job)
+                outcomes.append(0)
+            except Exception as error:
+                outcomes.append(error)
+        sound = [i for i, outcome in enumerate(outcomes) if not isinstance(outcome, Exception)]
+        computed = run_isolated(engine, [Chunk(batch[i].sequence, 1) for i in sound])
+        for i, outcome in zip(sound, computed, strict=True):
+            outcomes[i] = RuntimeError("the engine gave no token") if outcome is None else outcome
+        return outcomes
+
+    def _import(self, job: DecodeJob) -> None:
+        engine, sequence = self._context.engine, job.sequence
+        if not job.is_resumed:
+            engine.resume(sequence)
+            job.is_resumed = True
+        if job.kv is not None:
+            num_blocks = self._context.kv.num_for(sequence.num_computed_tokens)
+            engine.import_blocks(job.kv, sequence.block_table[:num_blocks])
+
+    def _enter(self, batch: list[DecodeJob]) -> None:
+        for job in batch:
+            job.is_in_step = True
+
+    def _exit(self, batch: list[DecodeJob]) -> None:
+        """The engine is done with these jobs' blocks: free those of the jobs that left meanwhile."""
+        for job in batch:
+            job.is_in_step = False
+            if job.has_left:
+                self._free(job)
+
+    def _free(self, job: DecodeJob, keep_kv: bool = False) -> None:
+        if not keep_kv:
+            job.kv = None
+        self._context.kv.free(job.sequence)
+
+    def _claim(self) -> None:
+        """Have prefill on the same instance leave free blocks: one per running job, and what the oldest here waits for."""
+        num_blocks = len(self._running)
+        waiting = [job for job in self._waiting if job.kv is not None]
+        if waiting:
+            num_blocks += self._context.kv.num_for(min(waiting, key=_age).sequence.num_computed_tokens + 1)
+        self._context.kv.claim(num_blocks)
+
+
+def _age(job: DecodeJob) -> float:
+    return job.arrived_at_s

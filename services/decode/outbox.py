@@ -1,0 +1,97 @@
+"""Token chunks on their way to the routers: those of one step go out as one TokenBatch per router, while the next step
+already runs. A slow bus makes the decode loop wait (has_room) rather than the outbox grow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+
+from triptych.shared.messages import MAX_PAYLOAD_BYTES, Event, InstanceId, TokenBatch, TokenChunk, stream_subject
+
+MAX_WAITING_CHUNKS = 16_384  # chosen: some 2 MB, hundreds of steps
+BATCH_BYTES = MAX_PAYLOAD_BYTES - 1024  # room for the batch's own fields
+CHUNK_BYTES = 64  # measured: MessagePack of a chunk without its strings and tokens is under this
+TIME_BYTES = 128  # measured: the same for StageTime, and for WireError
+TOKEN_BYTES = 5  # MessagePack of a uint32
+
+
+class Outbox:
+    """Owns the sending task.
+
+    Args:
+        instance_id: sender in the batches.
+        publish: Bus.publish_event.
+    """
+
+    def __init__(self, instance_id: InstanceId, publish: Callable[[str, Event], Awaitable[None]]) -> None:
+        self._instance_id = instance_id
+        self._publish = publish
+        self._waiting: dict[InstanceId, list[TokenChunk]] = {}
+        self._num_waiting = 0
+        self._filled = asyncio.Event()
+        self._has_room = asyncio.Event()
+        self._has_room.set()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="decode outbox")
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+    def is_empty(self) -> bool:
+        """Nothing waits to be sent, nothing is being sent."""
+        return self._num_waiting == 0
+
+    def add(self, router_id: InstanceId, chunk: TokenChunk) -> None:
+        self._waiting.setdefault(router_id, []).append(chunk)
+        self._num_waiting += 1
+        self._filled.set()
+        if self._num_waiting >= MAX_WAITING_CHUNKS:
+            self._has_room.clear()
+
+    async def has_room(self) -> None:
+        """Returns when fewer than MAX_WAITING_CHUNKS wait. Unbounded: the caller's requests have deadlines."""
+        await self._has_room.wait()
+
+    async def _run(self) -> None:
+        while True:
+            await self._filled.wait()
+            self._filled.clear()
+            waiting, self._waiting = self._waiting, {}
+            for router_id, chunks in waiting.items():
+                for batch in batches(self._instance_id, chunks):
+                    await self._publish(stream_subject(router_id), batch)
+                self._num_waiting -= len(chunks)
+            if self._num_waiting < MAX_WAITING_CHUNKS:
+                self._has_room.set()
+
+
+def batches(instance_id: InstanceId, chunks: Iterable[TokenChunk]) -> Iterator[TokenBatch]:
+    """chunks in order, in as few batches as stay under the bus's limit."""
+    batch: list[TokenChunk] = []
+    num_bytes = 0
+    for chunk in chunks:
+        size = _max_bytes(chunk)
+        if batch and num_bytes + size > BATCH_BYTES:
+            yield TokenBatch(instance_id, tuple(batch))
+            batch, num_bytes = [], 0
+        batch.append(chunk)
+        num_bytes += size
+    if batch:
+        yield TokenBatch(instance_id, tuple(batch))
+
+
+def _max_bytes(chunk: TokenChunk) -> int:
+    """Upper bound of the chunk's wire size."""
+    size = CHUNK_BYTES + len(chunk.request_id.encode()) + TOKEN_BYTES * len(chunk.token_ids)
+    if chunk.time is not None:
+        size += TIME_BYTES + len(chunk.time.stage) + len(chunk.time.instance_id)
+    if chunk.error is not None:
+        error = chunk.error
+        size += TIME_BYTES + len(error.message.encode()) + len(error.code) + len(error.param or "")
+    return size

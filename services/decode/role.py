@@ -1,0 +1,181 @@
+"""The decode role: pulls a prompt's KV blocks, or takes over its own, and streams the following tokens to the router.
+
+One task per request from its acceptance to its last chunk; the batch and its steps are in batch.py. Used by the instance
+host.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import structlog
+
+from triptych.services.decode.batch import DecodeBatch
+from triptych.services.decode.checks import check_request
+from triptych.services.decode.job import DecodeJob, new_job
+from triptych.services.decode.outbox import Outbox
+from triptych.shared.budget import Budget
+from triptych.shared.engine.isolate import as_typed
+from triptych.shared.engine.loop import StepLoop
+from triptych.shared.engine.role import HostContext, Intake, deadline, settle
+from triptych.shared.errors import DeadlineExceeded, InternalError, TriptychError
+from triptych.shared.messages import Accepted, DecodeRequest, FinishReason, InstanceRequest, StageLoad, TokenChunk
+from triptych.shared.policies.batching import finish_reason
+
+MAX_PULLS = 8  # chosen: one pull saturates the loopback; more hide the control messages' round trips
+IN_HAND_SHARE = 4  # chosen: pulled KV that waits for blocks is at most the pool's size divided by this
+SIGN_OF_LIFE_S = 2.0  # chosen: below any router's patience with a silent stream
+SIGN_CHECK_S = 0.5  # chosen
+
+_log = structlog.get_logger(__name__)
+
+
+class DecodeRole:
+    """Implements StageRole."""
+
+    def __init__(self, context: HostContext) -> None:
+        self._context = context
+        self._intake = Intake("decode", context.settings.max_waiting)
+        self._in_hand = Budget(max(context.settings.kv_cache_bytes // IN_HAND_SHARE, 1))
+        self._pulls = asyncio.Semaphore(MAX_PULLS)
+        self._batch = DecodeBatch(context, self._on_outcome)
+        self._loop = StepLoop("decode", self._step, self._batch.fail_all)
+        self._outbox = Outbox(context.instance_id, context.publish_event)
+        self._jobs: set[DecodeJob] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._signs: asyncio.Task[None] | None = None
+        context.kv.on_freed(self._loop.wake)
+
+    @property
+    def num_preemptions(self) -> int:
+        return self._batch.num_preemptions
+
+    async def start(self) -> None:
+        self._intake.is_open = True
+        self._loop.start()
+        self._outbox.start()
+        self._signs = asyncio.create_task(self._give_signs_of_life(), name="decode signs of life")
+
+    def stop_intake(self) -> None:
+        self._intake.is_open = False
+
+    def is_idle(self) -> bool:
+        return not self._jobs and not self._tasks and self._batch.is_empty() and self._outbox.is_empty()
+
+    async def stop(self) -> None:
+        self.stop_intake()
+        tasks = [*self._tasks, *([] if self._signs is None else [self._signs])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._loop.stop()
+        await self._outbox.stop()
+
+    def load(self) -> StageLoad:
+        num_running = self._batch.num_running
+        num_tokens = sum(len(job.sequence.token_ids) for job in self._jobs)
+        return StageLoad("decode", len(self._jobs) - num_running, num_running, num_tokens)
+
+    async def handle(self, request: InstanceRequest) -> Accepted:
+        """Queue one request; its tokens, or the error that ends it, come on the router's stream.
+
+        Raises:
+            TriptychError: refused, or its KV doesn't fit this instance.
+        """
+        if not isinstance(request, DecodeRequest):
+            raise InternalError(f"decode has no use for a {type(request).__name__}")
+        self._intake.check(len(self._jobs) - self._batch.num_running)
+        check_request(request, self._context.engine, self._context.max_model_len)
+        self._context.tasks.refuse_released(request.request_id)
+        job = new_job(request, time.monotonic())
+        self._jobs.add(job)
+        task = asyncio.create_task(self._serve(job), name=f"decode {request.request_id}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return Accepted()
+
+    async def _serve(self, job: DecodeJob) -> None:
+        request = job.request
+        error: TriptychError | None = None
+        try:
+            with self._context.tasks.track(request.request_id, request.router_id):
+                async with deadline(request.timeout_s):
+                    await self._bring_kv(job)
+                    await job.finished
+        except DeadlineExceeded:
+            error = DeadlineExceeded("the request's time ran out")
+        except TriptychError as caught:
+            error = caught
+        except Exception as caught:
+            error = as_typed(caught, "decoding")
+        finally:
+            self._batch.leave(job)
+            self._jobs.discard(job)
+        if error is not None and not self._context.tasks.is_released(request.request_id):
+            self._send(job, error=error)
+
+    async def _bring_kv(self, job: DecodeJob) -> None:
+        kv = job.request.kv
+        if kv.tensor.owner == self._context.instance_id:
+            job.sequence.block_table = self._context.kv.take_over(kv)
+            self._enqueue(job)
+            return
+        async with self._in_hand.hold(kv.tensor.num_bytes):
+            async with self._pulls:
+                began_s = time.monotonic()
+                job.kv = await self._context.pull(kv.tensor)
+                job.transfer_s = time.monotonic() - began_s
+            self._enqueue(job)
+            await job.joined
+
+    def _enqueue(self, job: DecodeJob) -> None:
+        self._batch.add(job)
+        self._loop.wake()
+
+    async def _step(self) -> bool:
+        await self._outbox.has_room()
+        return await self._batch.step()
+
+    def _on_outcome(self, job: DecodeJob, outcome: int | Exception) -> None:
+        """A job's next token, or the error that ends it."""
+        if isinstance(outcome, Exception):
+            self._batch.leave(job)
+            settle(job.finished, as_typed(outcome, "decoding"))
+            settle(job.joined, None)
+            return
+        sequence, limit = job.sequence, self._context.max_model_len
+        reason = finish_reason(sequence.sampling, outcome, sequence.num_output_tokens + 1, len(sequence.token_ids) + 1, limit)
+        self._send(job, () if reason == "stop" else (outcome,), reason)
+        sequence.token_ids.append(outcome)
+        if reason is not None:
+            self._batch.leave(job)
+            settle(job.finished, None)
+
+    def _send(
+        self,
+        job: DecodeJob,
+        token_ids: tuple[int, ...] = (),
+        reason: FinishReason | None = None,
+        error: TriptychError | None = None,
+    ) -> None:
+        now_s = time.monotonic()
+        job.last_sign_at_s = now_s
+        is_last = reason is not None or error is not None
+        chunk = TokenChunk(
+            request_id=job.request.request_id,
+            seq=job.sequence.num_output_tokens,
+            token_ids=token_ids,
+            finish_reason=reason,
+            error=None if error is None else error.to_wire(),
+            time=job.time(self._context.instance_id, now_s) if is_last else None,
+        )
+        self._outbox.add(job.request.router_id, chunk)
+
+    async def _give_signs_of_life(self) -> None:
+        while True:
+            await asyncio.sleep(SIGN_CHECK_S)
+            now_s = time.monotonic()
+            for job in self._jobs:
+                if now_s - job.last_sign_at_s >= SIGN_OF_LIFE_S and not job.has_left:
+                    self._send(job)

@@ -1,0 +1,215 @@
+"""The instance host: one process with one engine, one KV pool, one tensor transport, and any subset of the engine roles
+(encoder, prefill, decode) on top. It owns what outlives a role; the roles own only their queues.
+
+The only module that imports the roles. Torch and the weights are loaded on the engine thread, off the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import structlog
+from fastapi import FastAPI
+from prometheus_client import Counter
+
+from triptych.shared.engine.thread import EngineThread
+from triptych.shared.errors import BadRequest, Overloaded
+from triptych.shared.messages import (
+    DecodeRequest,
+    EncodeRequest,
+    InstanceId,
+    InstanceRequest,
+    Message,
+    PairRequest,
+    PrefillRequest,
+    PullDone,
+    PullRequest,
+    ReleaseRequest,
+    RequestId,
+    Role,
+    Service,
+)
+from triptych.shared.request_owners import RequestOwners
+from triptych.shared.request_tasks import RequestTasks
+from triptych.shared.service import Report, ServiceApp, ServiceContext
+from triptych.shared.settings import Settings
+
+if TYPE_CHECKING:  # imports torch
+    from triptych.shared.engine.role import HostContext, StageRole
+
+HOUSEKEEPING_S = 0.5  # chosen: how soon after turning idle the block counts are checked
+CHECK_INTERVAL_S = 5.0  # chosen: the check takes 0.1 s of Python with 30 000 blocks
+OWNER_MEMORY_S = 60.0  # chosen: how long after its deadline a request's router is remembered; leases end before
+
+_ROLE_OF: dict[type[Message], Role] = {EncodeRequest: "encoder", PrefillRequest: "prefill", DecodeRequest: "decode"}
+_log = structlog.get_logger(__name__)
+
+
+def make_service(settings: Settings, roles: Sequence[Role]) -> ServiceApp:
+    """An instance with these roles. Sets the process's thread variables: torch must not have been imported yet."""
+    os.environ["OMP_NUM_THREADS"] = str(num_threads(settings))
+    # Spinning threads of several instances on few cores take each other's time.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    return InstanceService(settings, tuple(roles))
+
+
+def num_threads(settings: Settings) -> int:
+    """Torch threads of one instance."""
+    return settings.threads or max(1, len(os.sched_getaffinity(0)) // settings.engine_instances)
+
+
+class InstanceService:
+    """Implements ServiceApp."""
+
+    service: Service = "instance"
+
+    def __init__(self, settings: Settings, roles: tuple[Role, ...]) -> None:
+        self.app = FastAPI(title="Triptych instance")
+        self._settings = settings
+        self._initial_roles = roles
+        self._thread = EngineThread()
+        self._tasks = RequestTasks()
+        self._owners = RequestOwners()
+        self._roles: dict[Role, StageRole] = {}
+        self._frame: ServiceContext
+        self._context: HostContext
+        self._housekeeping: asyncio.Task[None] | None = None
+        self._num_handled = 0
+        self._num_handled_when_checked = 0
+
+    async def start(self, context: ServiceContext) -> None:
+        """Load the model, open the transport, start the roles.
+
+        Raises:
+            BadRequest: the checkpoint or the settings can't be served.
+        """
+        self._frame = context
+        self._integrity_failures = Counter(
+            "triptych_kv_integrity_failures", "idle checks that found KV blocks unaccounted for", registry=context.metrics
+        )
+        self._context = await self._open()
+        for role in self._initial_roles:
+            await self._activate(role)
+        self._housekeeping = asyncio.create_task(self._keep_house(), name="instance housekeeping")
+
+    async def _open(self) -> HostContext:
+        await self._thread.run(_import_engine)
+        from triptych.services.engine_host import open_engine, open_host  # imports torch: see _import_engine
+
+        engine = await self._thread.run(open_engine, self._settings, num_threads(self._settings))
+        return await open_host(self._frame, engine, self._thread, self._tasks)
+
+    async def _activate(self, role: Role) -> None:
+        """Take work of `role` from now on, besides the roles that are active already."""
+        made = _make_role(role, self._context)
+        await made.start()
+        self._roles[role] = made
+
+    async def handle(self, request: InstanceRequest) -> Message | None:
+        """A request that came over the bus."""
+        match request:
+            case EncodeRequest() | PrefillRequest() | DecodeRequest():
+                return await self._work(request)
+            case PullRequest():
+                return await self._context.transport.on_pull(request)
+            case PairRequest():
+                return await self._context.transport.on_pair(request)
+            case PullDone():
+                self._context.transport.on_pull_done(request)
+            case ReleaseRequest():
+                self._release(request.request_id)
+            case _:
+                raise BadRequest(f"an instance has no use for a {type(request).__name__}", code="invalid_message")
+        return None
+
+    async def _work(self, request: EncodeRequest | PrefillRequest | DecodeRequest) -> Message:
+        role = self._roles.get(_ROLE_OF[type(request)])
+        if role is None or self._frame.is_draining:
+            raise Overloaded("this instance takes no such work", code="stage_unavailable")
+        self._num_handled += 1
+        with self._tasks.track(request.request_id, request.router_id):
+            self._owners.note(request.request_id, request.router_id, request.timeout_s + OWNER_MEMORY_S)
+            try:
+                return await role.handle(request)
+            finally:
+                if self._tasks.is_released(request.request_id):  # what the handler stored in its last moment
+                    self._context.transport.release_request(request.request_id)
+
+    def _release(self, request_id: RequestId) -> None:
+        self._tasks.cancel(request_id)
+        self._context.transport.release_request(request_id)
+        self._owners.forget(request_id)
+
+    def on_router_lost(self, router_id: InstanceId) -> None:
+        """Free everything that this router's requests hold."""
+        for request_id in {*self._tasks.cancel_router(router_id), *self._owners.of(router_id)}:
+            self._release(request_id)
+
+    def is_idle(self) -> bool:
+        """Nothing waits or runs, and nobody has to pull anything any more."""
+        is_at_rest = self._tasks.num_running == 0 and all(role.is_idle() for role in self._roles.values())
+        return is_at_rest and self._context.transport.usage()[2] == 0
+
+    def report(self) -> Report:
+        """This instance's part of its heartbeat."""
+        from triptych.services.engine_host import resources_of  # imports torch: see _import_engine
+
+        return Report(
+            loads=tuple(role.load() for role in self._roles.values()),
+            resources=resources_of(self._context),
+            roles=tuple(self._roles),
+            model=self._context.engine.model_card,
+            transport=self._context.transport.address,
+        )
+
+    async def stop(self) -> None:
+        """End all tasks, close the transport, wait for the engine's last call."""
+        if self._housekeeping is not None:
+            self._housekeeping.cancel()
+            await asyncio.gather(self._housekeeping, return_exceptions=True)
+            for role in self._roles.values():
+                await role.stop()
+            await self._context.transport.close()
+        await asyncio.to_thread(self._thread.close)
+
+    async def _keep_house(self) -> None:
+        """Each time the instance turned idle, check that all its blocks are accounted for."""
+        while True:
+            await asyncio.sleep(HOUSEKEEPING_S)
+            if self._num_handled != self._num_handled_when_checked and self.is_idle():
+                await self._check_integrity()
+                await asyncio.sleep(CHECK_INTERVAL_S - HOUSEKEEPING_S)
+
+    async def _check_integrity(self) -> None:
+        """In a thread, since it takes long; void when work came meanwhile."""
+        from triptych.services.engine_host import integrity_error  # imports torch: see _import_engine
+
+        num_handled = self._num_handled
+        error = await asyncio.to_thread(integrity_error, self._context.engine.block_pool)
+        if self._num_handled != num_handled:
+            return
+        self._num_handled_when_checked = num_handled
+        if error is not None:
+            self._integrity_failures.inc()
+            _log.error("KV blocks are unaccounted for", error=error)
+
+
+def _import_engine() -> None:
+    """Import torch on the engine thread, where it takes seconds but blocks nobody; later imports of it are look-ups."""
+    import triptych.services.engine_host
+
+
+def _make_role(role: Role, context: HostContext) -> StageRole:
+    from triptych.services.decode.role import DecodeRole  # import torch: see _import_engine
+    from triptych.services.encoder.role import EncoderRole
+    from triptych.services.prefill.role import PrefillRole
+
+    makers: dict[Role, Callable[[HostContext], StageRole]] = {
+        "encoder": EncoderRole,
+        "prefill": PrefillRole,
+        "decode": DecodeRole,
+    }
+    return makers[role](context)
