@@ -241,11 +241,13 @@ class PullDone(Message, frozen=True):
 
 
 class PairRequest(Message, frozen=True):
-    """Ask a tensor owner to join the 2-rank process group named by (owner, puller, epoch), over the owner's TCPStore."""
+    """Ask a tensor owner to join the 2-rank process group named by (owner, puller, epoch), over the owner's TCPStore.
+    channel is "gloo", or "nccl" for device memory."""
 
     puller: InstanceId
     epoch: int
     timeout_s: float
+    channel: Literal["gloo", "nccl"] = "gloo"
 
 
 class StatusRequest(Message, frozen=True):

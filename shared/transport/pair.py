@@ -29,7 +29,7 @@ class Pair:
 
     def __init__(self, group: Group, epoch: int, backend: Backend) -> None:
         self.epoch = epoch
-        self._backend = backend
+        self.backend = backend
         self._group: Group | None = group
         self._slots = asyncio.Semaphore(1 if backend == "nccl" else MAX_TRANSFERS)
         self._sends: dict[int, tuple[Work, torch.Tensor]] = {}
@@ -51,7 +51,7 @@ class Pair:
         """
         if self._group is None:
             raise pair_lost()
-        tensor = raw if self._backend == "gloo" else raw.cuda()
+        tensor = raw if self.backend == "gloo" else raw.cuda()
         try:
             self._sends[transfer_id] = self._group.send([tensor], PULLER_RANK, transfer_id), tensor
         except RuntimeError as error:
@@ -81,7 +81,7 @@ class Pair:
 
         def wait() -> None:
             group.recv([raw], OWNER_RANK, transfer_id).wait(timedelta(seconds=max(timeout_s, 0.001)))
-            if self._backend == "nccl":
+            if self.backend == "nccl":
                 torch.cuda.synchronize()
 
         try:

@@ -86,12 +86,14 @@ class SharedMemory:
 
     async def copy(self, arena: PeerArena, offset: int, tensor_id: TensorId, destination: torch.Tensor) -> None:
         """Copy a pinned tensor into a contiguous destination; see `PeerArena.copy`."""
-        if destination.device.type == "cpu":
-            await asyncio.get_running_loop().run_in_executor(self._copies, arena.copy, offset, tensor_id, destination)
-            return
-        host = torch.empty(destination.shape, dtype=destination.dtype)
-        await asyncio.get_running_loop().run_in_executor(self._copies, arena.copy, offset, tensor_id, host)
-        destination.copy_(host)
+
+        def copy() -> None:
+            host = destination if destination.device.type == "cpu" else torch.empty(destination.shape, dtype=destination.dtype)
+            arena.copy(offset, tensor_id, host)
+            if host is not destination:
+                destination.copy_(host)
+
+        await asyncio.get_running_loop().run_in_executor(self._copies, copy)
 
     def forget(self, owner: InstanceId) -> None:
         self._peers.pop(owner, None)

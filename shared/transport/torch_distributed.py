@@ -37,7 +37,7 @@ class Pullers:
         self._copies = copies
         self._joins: dict[InstanceId, tuple[int, asyncio.Task[Pair]]] = {}
 
-    def accept(self, message: PairRequest, backend: Backend, timeout_s: float) -> None:
+    def accept(self, message: PairRequest, timeout_s: float) -> None:
         """Begin to join the puller's new group.
 
         Raises:
@@ -48,7 +48,7 @@ class Pullers:
             raise Overloaded("too many transfer pairs", code="too_many_pairs")
         if known is not None and known[0] >= message.epoch:
             raise InternalError("an epoch of a transfer pair came twice", code="bad_epoch")
-        join = asyncio.create_task(self._join(message, backend, timeout_s, known[1] if known else None))
+        join = asyncio.create_task(self._join(message, timeout_s, known[1] if known else None))
         join.add_done_callback(_retrieve)
         self._joins[message.puller] = message.epoch, join
 
@@ -96,9 +96,7 @@ class Pullers:
             return None
         return join.result()
 
-    async def _join(
-        self, message: PairRequest, backend: Backend, timeout_s: float, previous: asyncio.Task[Pair] | None
-    ) -> Pair:
+    async def _join(self, message: PairRequest, timeout_s: float, previous: asyncio.Task[Pair] | None) -> Pair:
         if previous is not None:
             await _close(previous)
         name = pair_name(self._instance_id, message.puller, message.epoch)
@@ -107,8 +105,8 @@ class Pullers:
 
         def join() -> Pair:
             rendezvous.sweep_keys(live)
-            group = rendezvous.join(name, OWNER_RANK, rendezvous.host, rendezvous.port, timeout_s, backend)
-            return Pair(group, message.epoch, backend)
+            group = rendezvous.join(name, OWNER_RANK, rendezvous.host, rendezvous.port, timeout_s, message.channel)
+            return Pair(group, message.epoch, message.channel)
 
         return await in_thread(join)
 
@@ -132,7 +130,7 @@ class Owners:
             InstanceLost: the owner is gone, or the group did not form (code pair_lost). DeadlineExceeded: in time.
         """
         pair = self._pairs.get(owner)
-        if pair is not None and not pair.is_closed:
+        if pair is not None and not pair.is_closed and pair.backend == backend:
             return pair
         forming = self._forming.get(owner)
         if forming is None:
@@ -180,7 +178,7 @@ class Owners:
         pulls of that owner run into their deadlines here, and only one thread hangs."""
         epoch = next(self._epochs)
         timeout_s = deadline_s - time.monotonic()
-        request = PairRequest(self._instance_id, epoch, timeout_s)
+        request = PairRequest(self._instance_id, epoch, timeout_s, backend)
         await self._control.request(owner, request, timeout_s)
         name = pair_name(owner, self._instance_id, epoch)
         rendezvous = self._rendezvous
@@ -193,6 +191,9 @@ class Owners:
         if self._forming.get(owner) is not asyncio.current_task():  # forgotten meanwhile
             pair.drop()
             raise pair_lost()
+        replaced = self._pairs.get(owner)
+        if replaced is not None:
+            self.discard(owner, replaced)
         self._pairs[owner] = pair
         return pair
 

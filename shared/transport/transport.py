@@ -33,7 +33,7 @@ from triptych.shared.transport.layout import checked_dtype
 from triptych.shared.transport.lease import PullKey
 from triptych.shared.transport.local import pull_local
 from triptych.shared.transport.pulling import Mode, Pull, Puller
-from triptych.shared.transport.rendezvous import Backend, Rendezvous, address_of
+from triptych.shared.transport.rendezvous import Rendezvous, address_of
 from triptych.shared.transport.shared_memory import SharedMemory
 from triptych.shared.transport.store import TensorStore
 from triptych.shared.transport.torch_distributed import Owners, Pullers
@@ -128,7 +128,8 @@ class InstanceTransport:
         task = self._spawn(self._pull(pull))
         task.add_done_callback(self._pulled)
         lost = self._lost.setdefault(ref.owner, asyncio.get_running_loop().create_future())
-        await asyncio.wait({task, lost}, timeout=pull.remaining_s(), return_when=asyncio.FIRST_COMPLETED)
+        ends: set[asyncio.Future[Any]] = {task, lost}
+        await asyncio.wait(ends, timeout=pull.remaining_s(), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
         if lost.done():
@@ -185,8 +186,7 @@ class InstanceTransport:
             self._store.end_pull(message.tensor_id, key, message.release)
 
     async def on_pair(self, message: PairRequest) -> Accepted:
-        backend: Backend = "gloo"
-        self._pullers.accept(message, backend, min(message.timeout_s, self._transfer_timeout_s))
+        self._pullers.accept(message, min(message.timeout_s, self._transfer_timeout_s))
         return Accepted()
 
     def forget_peer(self, instance_id: InstanceId) -> None:
