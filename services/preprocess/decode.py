@@ -95,7 +95,7 @@ def _open(encoded: bytes | bytearray, param: str) -> Image.Image:
         image = Image.open(io.BytesIO(encoded), formats=FORMATS)
     except UnidentifiedImageError:
         raise BadRequest(UNKNOWN_TEXT, code="invalid_image", param=param) from None
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning):  # where a parser needs memory already to open
+    except Image.DecompressionBombError:  # where a parser needs memory already to open
         raise BadRequest(TOO_LARGE_TEXT, code="image_too_large", param=param) from None
     except MemoryError:
         raise
