@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from triptych.shared.errors import BadRequest
@@ -86,5 +86,7 @@ def load_settings(**overrides: object) -> Settings:
     given = {key: value for key, value in overrides.items() if value is not None}
     try:
         return Settings(**given)  # type: ignore[arg-type]
-    except ValueError as error:
-        raise BadRequest(f"bad setting: {error}", code="bad_setting") from error
+    except ValidationError as error:
+        found = [fault for fault in error.errors() if fault["loc"]]
+        faults = "; ".join(f"{PREFIX}{str(fault['loc'][0]).upper()}={fault['input']!r}: {fault['msg']}" for fault in found)
+        raise BadRequest(f"bad setting: {faults or error}", code="bad_setting") from error

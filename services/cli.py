@@ -1,0 +1,211 @@
+"""The `triptych` command. Stages, torch and rich tables are imported when a command needs them: --help is quick.
+
+`serve` sets the thread counts of OpenMP before anything imports torch, which reads them once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import os
+import platform
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import urlsplit
+
+import typer
+
+from triptych.services.setting_flags import EXTRA_ARGUMENTS, flag_of, with_settings
+from triptych.shared.errors import BadRequest
+from triptych.shared.messages import InstanceId, Role
+from triptych.shared.settings import PREFIX, Settings
+
+ROLES: tuple[Role, ...] = ("encoder", "prefill", "decode")
+STAGES = ("router", "preprocess", *ROLES, "scaler")
+STAGE_HELP = f"one of {', '.join(STAGES)}; or several engine roles, as encoder,prefill,decode"
+MAX_NAME_LENGTH = 63  # chosen: a DNS label, so a container's name fits
+JsonFlag = Annotated[bool, typer.Option("--json", help="one JSON document on stdout")]
+Count = Annotated[int, typer.Option(min=1, help="processes of this stage")]
+
+app = typer.Typer(
+    name="triptych",
+    help="Serve vision-language models through separate, independently scaled stages.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        sys.stdout.write(f"triptych {version('triptych')}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print and exit")
+    ] = False,
+) -> None:
+    """Options before the command."""
+
+
+@app.command(context_settings=EXTRA_ARGUMENTS)
+@with_settings("name")
+def up(
+    settings: Settings,
+    router: Count = 1,
+    preprocess: Count = 1,
+    encoder: Count = 1,
+    prefill: Count = 1,
+    decode: Count = 1,
+    colocated: Annotated[bool, typer.Option("--colocated", help="one process for all three engine roles")] = False,
+    ready_timeout_s: Annotated[float, typer.Option(min=1, help="give up when not ready in time")] = 600.0,
+    log_dir: Annotated[Path | None, typer.Option(help="keep the logs there; default: a folder removed at the end")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Start a whole cluster on this machine; Ctrl-C stops it."""
+    from triptych.services.launcher.plan import Counts  # pulls in HTTP client, NATS, uvloop: not for --help
+    from triptych.services.launcher.up import UpOptions, run_up
+
+    _need_model(settings)
+    counts = Counts(router, preprocess, encoder, prefill, decode, colocated)
+
+    def tell(line: str) -> None:
+        sys.stderr.write(line + "\n")
+        sys.stderr.flush()
+
+    raise typer.Exit(run_up(settings, UpOptions(counts, ready_timeout_s, as_json, tell, log_dir)))
+
+
+@app.command(context_settings=EXTRA_ARGUMENTS)
+@with_settings()
+def serve(
+    settings: Settings,
+    stage: Annotated[str, typer.Argument(help=STAGE_HELP)],
+    instance_id: Annotated[str, typer.Option(hidden=True, help="this life's id, given by the launcher")] = "",
+) -> None:
+    """Run one stage as this process, until SIGTERM."""
+    stages = _parse_stages(stage)
+    if not settings.nats_url:
+        raise BadRequest(f"serve needs a NATS server: {flag_of('nats_url')} or {PREFIX}NATS_URL", code="bad_setting")
+    if stage != "scaler":
+        _need_model(settings)
+    name = _slot_name(settings, stages)
+    _limit_threads(settings, is_engine=stages[0] in ROLES)
+    raise typer.Exit(_run_stage(settings, stages, name, InstanceId(instance_id) if instance_id else None))
+
+
+@app.command(context_settings=EXTRA_ARGUMENTS)
+@with_settings()
+def status(settings: Settings, as_json: JsonFlag = False) -> None:
+    """Show the processes of a running cluster: roles, queues, memory, threads."""
+    import msgspec  # with rich's tables and the NATS client: not for --help
+    from rich.console import Console
+
+    from triptych.services.cluster_view import fetch_status, print_status
+
+    reply = asyncio.run(fetch_status(settings))
+    if as_json:
+        sys.stdout.write(msgspec.json.encode(reply).decode() + "\n")
+    else:
+        print_status(reply, Console(width=None if sys.stdout.isatty() else 200))
+
+
+@app.command(context_settings=EXTRA_ARGUMENTS)
+@with_settings()
+def drain(
+    settings: Settings,
+    instance: Annotated[str, typer.Argument(help="instance id or slot name, as `triptych status` shows it")],
+    as_json: JsonFlag = False,
+) -> None:
+    """Let an instance finish its work and leave."""
+    from triptych.services.cluster_view import drain_instance  # pulls in rich and the NATS client: not for --help
+
+    beat = asyncio.run(drain_instance(settings, instance))
+    sys.stdout.write(json.dumps({"drained": beat.instance_id}) + "\n" if as_json else f"{beat.instance_id} has left\n")
+
+
+@app.command(context_settings=EXTRA_ARGUMENTS)
+@with_settings()
+def config(settings: Settings, as_json: JsonFlag = False) -> None:
+    """Show every setting: its value, where that comes from, what it means."""
+    rows = {name: _without_password(getattr(settings, name)) for name in Settings.model_fields}
+    if as_json:
+        sys.stdout.write(json.dumps(rows) + "\n")
+        return
+    for name, value in rows.items():
+        mark = "*" if name in settings.model_fields_set else " "
+        description = Settings.model_fields[name].description or ""
+        shown = str(value).lower() if isinstance(value, bool) else value
+        sys.stdout.write(f"{mark} {PREFIX}{name.upper()}={shown}{f'  # {description}' if description else ''}\n")
+    sys.stdout.write("* set in the environment or by a flag\n")
+
+
+def _need_model(settings: Settings) -> None:
+    if not settings.model:
+        raise BadRequest(f"which model? {flag_of('model')} PATH_OR_HUB_ID, or {PREFIX}MODEL", code="bad_setting")
+
+
+def _parse_stages(text: str) -> tuple[str, ...]:
+    stages = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    for stage in stages:
+        if stage not in STAGES:
+            raise BadRequest(f"unknown stage {stage!r}; allowed: {', '.join(STAGES)}", code="unknown_stage")
+        if len(stages) > 1 and stage not in ROLES:
+            raise BadRequest(f"{stage} has a process of its own; only {', '.join(ROLES)} share one", code="unknown_stage")
+    return stages
+
+
+def _slot_name(settings: Settings, stages: tuple[str, ...]) -> str:
+    """The name is part of NATS subjects: no dots, spaces or wildcards."""
+    host = platform.node().partition(".")[0].lower() or "local"
+    name = settings.name or f"{stages[0] if len(stages) == 1 else 'instance'}-{host}"
+    if settings.name and not all(char.isalnum() or char in "-_" for char in name):
+        raise BadRequest(f"name {name!r}: letters, digits, - and _ only", code="bad_setting")
+    return "".join(char if char.isalnum() or char in "-_" else "-" for char in name)[:MAX_NAME_LENGTH]
+
+
+def _limit_threads(settings: Settings, is_engine: bool) -> None:
+    """Two busy OpenMP threads per process on shared cores cost a factor of 25: threads are bounded and wait passively."""
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    num_threads = (settings.threads or max(1, num_cores // settings.engine_instances)) if is_engine else 1
+    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ[variable] = str(num_threads)
+    os.environ["OMP_WAIT_POLICY"] = "passive"
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def _run_stage(settings: Settings, stages: tuple[str, ...], name: str, instance_id: InstanceId | None) -> int:
+    """Stages are imported here, by name: a router never loads torch, and threads are limited before an engine does."""
+    from triptych.shared.service import ServiceApp, run_service
+
+    def make(settings: Settings) -> ServiceApp:
+        service: ServiceApp
+        if stages[0] in ROLES:
+            instance = importlib.import_module("triptych.services.instance")
+            service = instance.make_service(settings, tuple(role for role in ROLES if role in stages))
+        else:
+            service = importlib.import_module(f"triptych.services.{stages[0]}.app").make_service(settings)
+        return service
+
+    return run_service(name, settings, make, instance_id)
+
+
+def _without_password(value: object) -> object:
+    if isinstance(value, str) and "@" in value and (parts := urlsplit(value)).scheme:
+        return parts._replace(netloc="***@" + parts.netloc.rpartition("@")[2]).geturl()
+    return value
+
+
+def main() -> None:
+    """Entry point of the `triptych` script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""What `triptych status` and `triptych drain` ask of a running cluster over the bus, and the table that people see."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from rich.console import Console
+from rich.table import Table
+
+from triptych.services.launcher.run_file import find_running
+from triptych.shared.bus import Bus
+from triptych.shared.errors import BadRequest, InstanceLost, Overloaded
+from triptych.shared.messages import (
+    HEARTBEAT_SUBJECT,
+    LOST_SUBJECT,
+    DrainRequest,
+    Heartbeat,
+    StatusReply,
+    StatusRequest,
+)
+from triptych.shared.registry import Registry
+from triptych.shared.settings import Settings
+
+LISTEN_FACTOR = 3.0  # chosen: heartbeat intervals to wait for the scaler before answering without it
+ASK_TIMEOUT_S = 5.0  # chosen: a scaler answers within a millisecond
+MEGABYTE = 1e6
+
+
+@asynccontextmanager
+async def _joined(settings: Settings) -> AsyncIterator[tuple[Bus, Registry]]:
+    nats_url = settings.nats_url
+    if not nats_url:
+        run = find_running()
+        if run is None:
+            raise BadRequest("no cluster runs here: start `triptych up`, or give TRIPTYCH_NATS_URL", code="no_cluster")
+        nats_url = run.nats_url
+    bus = await Bus.connect(nats_url, "triptych-cli")
+    try:
+        registry = Registry(settings.heartbeat_timeout_s)
+        for subject in (HEARTBEAT_SUBJECT, LOST_SUBJECT):
+            await bus.listen(subject, lambda event: registry.on_event(event, time.monotonic()))
+        yield bus, registry
+    finally:
+        await bus.close()
+
+
+async def fetch_status(settings: Settings) -> StatusReply:
+    """The scaler's answer; what we hear ourselves when there is none.
+
+    Raises:
+        BadRequest: no cluster is known.
+        Overloaded: no process sends heartbeats.
+    """
+    async with _joined(settings) as (bus, registry):
+        scalers = await registry.wait_ready(LISTEN_FACTOR * settings.heartbeat_interval_s, service="scaler")
+        if scalers:
+            try:
+                reply = await bus.request(scalers[0].instance_id, StatusRequest(), ASK_TIMEOUT_S)
+                if isinstance(reply, StatusReply):
+                    return reply
+            except (InstanceLost, Overloaded):
+                pass  # it went away just now: what we heard ourselves is the answer
+        if not registry.all():
+            raise Overloaded("the NATS server answers, but no process of a cluster does", code="no_cluster")
+        return StatusReply(tuple(registry.all()), 0)
+
+
+async def drain_instance(settings: Settings, target: str) -> Heartbeat:
+    """Drain an instance (by id or slot name) and wait until it has left; its last heartbeat.
+
+    Raises:
+        BadRequest: no such instance.
+        Overloaded: it still works after its drain_timeout_s.
+    """
+    async with _joined(settings) as (bus, registry):
+        await asyncio.sleep(LISTEN_FACTOR * settings.heartbeat_interval_s / 2)  # every process has been heard once
+        found = [beat for beat in registry.all() if target in (beat.instance_id, beat.name)]
+        if not found:
+            known = ", ".join(sorted(beat.name for beat in registry.all() if beat.service != "launcher"))
+            raise BadRequest(f"no instance {target!r}; there are: {known or 'none'}", code="no_such_instance")
+        if found[0].service == "launcher":
+            raise BadRequest("the launcher is stopped by Ctrl-C, not drained", code="no_such_instance")
+        left = asyncio.Event()
+        registry.on_lost(lambda instance_id: left.set() if instance_id == found[0].instance_id else None)
+        await bus.request(found[0].instance_id, DrainRequest(), ASK_TIMEOUT_S)
+        try:
+            async with asyncio.timeout(settings.drain_timeout_s + ASK_TIMEOUT_S):
+                await left.wait()
+        except TimeoutError:
+            raise Overloaded(f"{found[0].instance_id} still drains", code="still_draining") from None
+        return found[0]
+
+
+def print_status(status: StatusReply, console: Console) -> None:
+    """One row for each process."""
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("instance", "roles", "state"):
+        table.add_column(column, no_wrap=True)
+    for column in ("waiting", "running", "tokens", "KV free", "leases", "store MB", "memory MB", "threads", "pid"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for beat in sorted(status.instances, key=lambda beat: (beat.service, beat.name)):
+        table.add_row(*_row(beat))
+    console.print(table)
+    memory_mb = sum(beat.resources.pss_bytes for beat in status.instances) / MEGABYTE
+    cards = {beat.model.name for beat in status.instances if beat.model is not None}
+    console.print(f"model {', '.join(sorted(cards)) or '-'}, {memory_mb:.0f} MB, {status.num_restarts} restarts")
+
+
+def _row(beat: Heartbeat) -> tuple[str, ...]:
+    held = beat.resources
+    has_kv, has_store = held.num_blocks > 0, held.tensor_store_capacity_bytes > 0
+    return (
+        beat.instance_id,
+        ", ".join(beat.roles) or beat.service,
+        beat.state,
+        str(sum(load.num_waiting for load in beat.loads)),
+        str(sum(load.num_running for load in beat.loads)),
+        str(sum(load.num_pending_tokens for load in beat.loads)),
+        f"{held.num_free_blocks}/{held.num_blocks}" if has_kv else "-",
+        str(held.num_leases) if has_store else "-",
+        f"{held.tensor_store_bytes / MEGABYTE:.1f}" if has_store else "-",
+        f"{held.pss_bytes / MEGABYTE:.0f}",
+        str(held.num_threads),
+        str(held.pid),
+    )

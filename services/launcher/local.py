@@ -1,0 +1,153 @@
+"""Keeps local processes running: starts them, tells the bus when one ends, starts it again.
+
+Servers (NATS, Valkey) and the scaler are started again by itself; a stage only when the scaler asks (LaunchRequest), whom it
+tells of the loss every second until then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import structlog
+
+from triptych.services.launcher.child import Child, ChildSpec
+from triptych.services.launcher.child_log import ChildLog
+from triptych.shared.bus import Bus
+from triptych.shared.errors import BadRequest, Overloaded
+from triptych.shared.messages import LOST_SUBJECT, Accepted, InstanceId, InstanceRequest, LaunchRequest, Lost, Message
+from triptych.shared.policies.restart import decide_restart
+from triptych.shared.service_app import new_instance_id
+
+TELL_INTERVAL_S = 1.0  # chosen: how often an unrepaired loss is told again
+NUM_CRASHES_KEPT = 32  # chosen: more than the policy looks at
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class Slot:
+    """A place for one process at a time. make_spec: what to start, given the new incarnation's id. is_own: the launcher
+    starts it again by itself."""
+
+    name: str
+    make_spec: Callable[[InstanceId], ChildSpec]
+    log: ChildLog
+    is_own: bool = False
+    child: Child | None = None
+    instance_id: InstanceId | None = None
+    relaunch: asyncio.Event = field(default_factory=asyncio.Event)
+    crashes_s: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_CRASHES_KEPT))
+    keeper: asyncio.Task[None] | None = None
+    spawning: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class LocalLauncher:
+    """Slots and their processes. on_exit is called with slot and exit status of each process that ends by itself."""
+
+    def __init__(self, on_exit: Callable[[Slot, int], None]) -> None:
+        self._on_exit = on_exit
+        self._slots: dict[str, Slot] = {}
+        self._bus: Bus | None = None
+        self._is_stopping = False
+
+    def use_bus(self, bus: Bus) -> None:
+        """From now on losses are told."""
+        self._bus = bus
+
+    def pids(self) -> dict[str, int]:
+        """Of the running processes, by slot name."""
+        return {slot.name: slot.child.pid for slot in self._slots.values() if slot.child is not None and slot.child.is_running}
+
+    async def start(self, slot: Slot) -> Child:
+        """The slot's first process; it is kept running from now on."""
+        self._slots[slot.name] = slot
+        child = await self._spawn(slot)
+        if child is None:
+            raise Overloaded("everything is being stopped", code="slot_busy")
+        slot.keeper = asyncio.create_task(self._keep(slot, child), name=f"keep {slot.name}")
+        return child
+
+    async def handle(self, request: InstanceRequest) -> Message | None:
+        """LaunchRequest: start an ended slot again.
+
+        Raises:
+            BadRequest: no such slot.
+            Overloaded: its process is still there, or everything is being stopped.
+        """
+        if not isinstance(request, LaunchRequest):
+            raise BadRequest(f"the launcher takes no {type(request).__name__}", code="wrong_instance")
+        slot = self._slots.get(request.name)
+        if slot is None:
+            raise BadRequest(f"there is no slot {request.name!r}", code="no_such_slot")
+        if self._is_stopping or (slot.child is not None and slot.child.is_running):
+            raise Overloaded(f"slot {request.name} can't be started now", code="slot_busy")
+        slot.relaunch.set()
+        return Accepted()
+
+    async def stop(self, names: list[str], timeout_s: float) -> None:
+        """End these slots' processes, all at once; SIGKILL for those that take longer than timeout_s."""
+        self._is_stopping = True
+        async with asyncio.TaskGroup() as tasks:
+            for name in names:
+                if name in self._slots:
+                    tasks.create_task(self._stop_slot(self._slots[name], timeout_s))
+
+    async def _stop_slot(self, slot: Slot, timeout_s: float) -> None:
+        async with slot.spawning:  # no process may be half started when we look
+            if slot.child is not None:
+                await slot.child.stop(timeout_s)
+        if slot.keeper is not None:
+            slot.keeper.cancel()
+
+    def kill_all(self) -> None:
+        """For a user who is out of patience."""
+        self._is_stopping = True
+        for slot in self._slots.values():
+            if slot.child is not None:
+                slot.child.send_signal(signal.SIGKILL)
+
+    async def _spawn(self, slot: Slot) -> Child | None:
+        async with slot.spawning:
+            if self._is_stopping:
+                return None
+            slot.relaunch.clear()
+            slot.instance_id = new_instance_id(slot.name)
+            slot.child = await Child.start(slot.make_spec(slot.instance_id), slot.log)
+            return slot.child
+
+    async def _keep(self, slot: Slot, child: Child | None) -> None:
+        while child is not None:
+            status = await child.wait()
+            if self._is_stopping:
+                return
+            self._on_exit(slot, status)
+            if slot.is_own:
+                await self._tell(slot, status)
+                await self._pause(slot)
+            else:
+                await self._until_asked(slot, status)
+            child = await self._spawn(slot)
+
+    async def _pause(self, slot: Slot) -> None:
+        now_s = time.monotonic()
+        slot.crashes_s.append(now_s)
+        await asyncio.sleep(decide_restart(False, slot.crashes_s, now_s).delay_s or 0.0)
+
+    async def _until_asked(self, slot: Slot, status: int) -> None:
+        while not slot.relaunch.is_set():
+            await self._tell(slot, status)
+            try:
+                async with asyncio.timeout(TELL_INTERVAL_S if status != 0 else None):
+                    await slot.relaunch.wait()
+            except TimeoutError:
+                continue
+
+    async def _tell(self, slot: Slot, status: int) -> None:
+        if self._bus is not None and slot.instance_id is not None:
+            lost = Lost(slot.instance_id, slot.name, status, expected=status == 0)
+            await self._bus.publish_event(LOST_SUBJECT, lost)
