@@ -46,7 +46,7 @@ def parse_url(url: str, base: httpx.URL | None = None) -> httpx.URL:
         raise UrlRefused("the image URL is not valid") from None
     if parsed.scheme not in _SCHEMES:
         raise UrlRefused("the image URL must be http, https or data")
-    if parsed.userinfo or "@" in parsed.netloc.decode():
+    if parsed.userinfo:
         raise UrlRefused("the image URL must not hold a user name")
     if not parsed.raw_host or b"%" in parsed.raw_host:
         raise UrlRefused("the image URL has no valid host")
