@@ -226,7 +226,10 @@ async def run(console: Console) -> None:
                 console.rule(f"{number}. {question.title}", align="left")
                 await show(http, info["url"].rstrip("/"), question, console)
         console.rule(style="dim")
-    console.print("All three answered; the cluster is stopped. Start your own: [bold].venv/bin/triptych up[/]", highlight=False)
+    console.print(
+        f"All three answered; the cluster is stopped. Start your own: [bold].venv/bin/triptych up --model {checkpoint}[/]",
+        highlight=False,
+    )
 
 
 def main() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import re
 import subprocess
@@ -207,6 +208,7 @@ def _is_protocol(node: ast.ClassDef) -> bool:
     return any(ast.unparse(base).split("[")[0].endswith("Protocol") for base in node.bases)
 
 
+@functools.cache
 def _protocol_methods() -> set[str]:
     """Methods whose contract is documented once, in their Protocol."""
     protocols = (n for m in MODULES for n in m.tree.body if isinstance(n, ast.ClassDef) and _is_protocol(n))
