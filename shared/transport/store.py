@@ -76,6 +76,13 @@ class TensorStore:
         lease.materialize, lease.on_release = materialize, on_release
         return self._add(lease, lease_s)
 
+    def get(self, tensor_id: TensorId) -> torch.Tensor:
+        """A stored tensor itself, for use on this instance; see `Transport.get`."""
+        lease = self._leases.get(tensor_id)
+        if lease is None or lease.materialize is not None:
+            raise tensor_gone()
+        return shaped(self.view(lease), lease.shape, lease.dtype)
+
     def release(self, tensor_id: TensorId) -> None:
         """End one lease. Idempotent."""
         lease = self._leases.get(tensor_id)

@@ -97,6 +97,9 @@ class InstanceTransport:
     ) -> TensorRef:
         return await self._store.put_lazy(shape, dtype, request_id, lease_s, materialize, on_release)
 
+    def get(self, ref: TensorRef) -> torch.Tensor:
+        return self._store.get(ref.tensor_id)
+
     def release(self, tensor_id: TensorId) -> None:
         self._store.release(tensor_id)
 
