@@ -1,0 +1,222 @@
+"""The router process: takes chat requests over HTTP and leads each through the stages. Torch is never imported here."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+from fastapi import FastAPI, Request, Response
+
+from triptych.services.router.attempt import Limits, Parts
+from triptych.services.router.dispatch import Dispatcher
+from triptych.services.router.endpoints import add_endpoints
+from triptych.services.router.http_errors import error_response, install_error_handlers
+from triptych.services.router.lifecycle import STAGES, Attempt, Lifecycle, Phase
+from triptych.services.router.load_book import LoadBook
+from triptych.services.router.prompt import PromptBuilder
+from triptych.services.router.router_metrics import RouterMetrics
+from triptych.services.router.session import ChatSession, Edge, Model
+from triptych.services.router.token_streams import TokenStreams
+from triptych.services.router.uploads import Uploader
+from triptych.shared.checkpoint import Checkpoint, open_checkpoint
+from triptych.shared.errors import BadRequest, Overloaded
+from triptych.shared.messages import (
+    FinishReason,
+    InstanceId,
+    InstanceRequest,
+    Message,
+    ModelCard,
+    ReleaseRequest,
+    RequestId,
+    Service,
+    StageLoad,
+    stream_subject,
+)
+from triptych.shared.service import Report, ServiceApp, ServiceContext
+from triptych.shared.settings import Settings
+
+NUM_WORKER_THREADS = 2  # chosen: parsing and tokenizing; more would only take turns at the interpreter lock
+STOP_TIMEOUT_S = 5.0  # chosen: releases on their way when the process ends
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class _Running:
+    """What exists between start and stop."""
+
+    context: ServiceContext
+    checkpoint: Checkpoint
+    parts: Parts
+    edge: Edge
+    metrics: RouterMetrics
+
+
+class RouterService:
+    """A `ServiceApp`, and the `RouterView` of its own paths."""
+
+    service: Service = "router"
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._running: _Running | None = None
+        self._inflight: dict[str, Lifecycle] = {}
+        self._releases: set[asyncio.Task[None]] = set()
+        self._workers = ThreadPoolExecutor(NUM_WORKER_THREADS, thread_name_prefix="prepare")
+        self.app = FastAPI(title="Triptych", summary="OpenAI-compatible chat with pictures")
+        install_error_handlers(self.app)
+        add_endpoints(self.app, self)
+
+    # --- the process's frame --------------------------------------------------------------------------------------------
+
+    async def start(self, context: ServiceContext) -> None:
+        """Opens the checkpoint and listens for tokens; stages may come later."""
+        loop = asyncio.get_running_loop()
+        checkpoint = await loop.run_in_executor(self._workers, open_checkpoint, self._settings.model, self._settings.model_name)
+        prompts = await loop.run_in_executor(self._workers, PromptBuilder, checkpoint)
+        book = LoadBook(context.registry, checkpoint.revision, self._settings.block_size)
+        dispatcher = Dispatcher(context.registry, book, self._settings.stage_wait_s)
+        streams = TokenStreams()
+        for on_lost in (dispatcher.on_lost, streams.on_lost, book.on_lost):
+            context.registry.on_lost(on_lost)
+        await context.bus.listen(stream_subject(context.instance_id), streams.on_event)
+        limits = Limits(self.max_model_len, checkpoint.eos_token_ids, self._settings.max_attempts)
+        parts = Parts(
+            router_id=context.instance_id,
+            bus=context.bus,
+            book=book,
+            dispatcher=dispatcher,
+            streams=streams,
+            uploader=Uploader(context.instance_id),
+            limits=limits,
+            release=self._release,
+        )
+        edge = Edge(self._settings, Model(checkpoint.name, prompts), parts, self._workers, self._on_end)
+        self._running = _Running(context, checkpoint, parts, edge, RouterMetrics(context.metrics))
+
+    async def handle(self, request: InstanceRequest) -> Message | None:
+        """A router has no work for others."""
+        if isinstance(request, ReleaseRequest):
+            return None
+        raise BadRequest("a router doesn't take this message", code="invalid_message")
+
+    def report(self) -> Report:
+        """Requests inside, as the stage `router`."""
+        if self._running is None:
+            return Report()
+        checkpoint = self._running.checkpoint
+        card = ModelCard(checkpoint.name, checkpoint.revision, self.max_model_len(), checkpoint.random_weights)
+        return Report(loads=(StageLoad("router", num_running=len(self._inflight)),), model=card)
+
+    def on_router_lost(self, router_id: InstanceId) -> None:
+        """Another router's requests are nothing to us."""
+
+    def is_idle(self) -> bool:
+        return not self._inflight and not self._releases
+
+    async def stop(self) -> None:
+        if self._releases:
+            await asyncio.wait(self._releases, timeout=STOP_TIMEOUT_S)
+        if self._running is not None:
+            await self._running.parts.uploader.close()
+        self._workers.shutdown(wait=False, cancel_futures=True)
+
+    # --- its paths ------------------------------------------------------------------------------------------------------
+
+    async def chat(self, request: Request) -> Response:
+        """Admit, or refuse at the door."""
+        running = self._running
+        try:
+            if running is None:
+                raise Overloaded("the server is starting")
+            if running.context.is_draining:
+                raise Overloaded("the server is shutting down; try another one", retry_after_s=1)
+            if len(self._inflight) >= self._settings.max_inflight:
+                raise Overloaded(f"{self._settings.max_inflight} requests are being served; try again later")
+        except Overloaded as error:
+            if running is not None:
+                running.metrics.rejections.inc()
+                running.metrics.requests.labels(error.status, "").inc()
+            return error_response(error)
+        now_s = time.monotonic()
+        life = Lifecycle(self.new_request_id(), now_s, now_s + self._settings.request_timeout_s)
+        self._inflight[life.base_id] = life
+        running.metrics.inflight.labels("router").set(len(self._inflight))
+        return await ChatSession(running.edge, life, request).respond()
+
+    def models(self) -> list[dict[str, Any]]:
+        """Empty until a request could be answered."""
+        running = self._running
+        if running is None or not self.readiness()[0]:
+            return []
+        return [
+            {
+                "id": running.checkpoint.name,
+                "object": "model",
+                "created": 0,
+                "owned_by": "triptych",
+                "max_model_len": self.max_model_len(),
+            }
+        ]
+
+    def readiness(self) -> tuple[bool, dict[str, Any]]:
+        """Whether every stage has an instance and we take requests; status and the instances per stage."""
+        running = self._running
+        if running is None:
+            return False, {"status": "starting", "instances": {stage: [] for stage in STAGES}}
+        instances = {stage: sorted(beat.instance_id for beat in running.parts.book.instances(stage)) for stage in STAGES}
+        if running.context.is_draining:
+            return False, {"status": "draining", "instances": instances}
+        missing = [stage for stage in STAGES if not instances[stage]]
+        if missing:
+            return False, {"status": "waiting", "missing": missing, "instances": instances}
+        return True, {"status": "ready", "instances": instances}
+
+    def new_request_id(self) -> str:
+        return secrets.token_hex(12)
+
+    def max_model_len(self) -> int:
+        """Prompt and output tokens together: the least of what the instances can hold; before they are there, what the
+        settings and the model allow."""
+        running = self._running
+        if running is None:
+            return self._settings.max_model_len
+        own = running.checkpoint.max_position_embeddings
+        known = [self._settings.max_model_len or own, own]
+        for stage in ("prefill", "decode"):
+            known += [beat.model.max_model_len for beat in running.parts.book.instances(stage) if beat.model is not None]
+        return min(length for length in known if length > 0)
+
+    # --- ends -----------------------------------------------------------------------------------------------------------
+
+    def _on_end(self, life: Lifecycle, status: int, finish_reason: FinishReason | None, before: Phase) -> None:
+        del self._inflight[life.base_id]
+        if self._running is not None:
+            self._running.metrics.on_end(life, status, finish_reason, before)
+            self._running.metrics.inflight.labels("router").set(len(self._inflight))
+        _log.debug("request ended", request_id=life.base_id, status=status, attempts=len(life.attempts))
+
+    def _release(self, attempt: Attempt) -> None:
+        """Tell every instance that may hold something, also those that never answered. Not awaited: must not be cut off
+        when the request is cancelled."""
+        if not attempt.touched:
+            return
+        task = asyncio.create_task(self._publish_releases(attempt.request_id, sorted(attempt.touched)), name="release")
+        self._releases.add(task)
+        task.add_done_callback(self._releases.discard)
+
+    async def _publish_releases(self, request_id: RequestId, touched: list[InstanceId]) -> None:
+        if self._running is None:
+            return
+        for instance_id in touched:
+            await self._running.context.bus.publish(instance_id, ReleaseRequest(request_id))
+
+
+def make_service(settings: Settings) -> ServiceApp:
+    """The router of one process."""
+    return RouterService(settings)

@@ -1,0 +1,73 @@
+"""Where an image of a request comes from: bytes inside a data: URL, or an http(s) URL that preprocess fetches. Pure."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from dataclasses import dataclass
+from urllib.parse import unquote_to_bytes
+
+from triptych.services.router.api_types import ImageInput
+from triptych.shared.errors import BadRequest
+
+MAX_URL_CHARS = 8192  # chosen: browsers and servers stop near 8 KB
+_WHITESPACE = b" \t\r\n\x0b\x0c"
+_URL_SAFE = bytes.maketrans(b"-_", b"+/")
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSource:
+    """Exactly one of url and content is set."""
+
+    param: str
+    url: str | None = None
+    content: bytes | None = None
+
+
+def read_source(image: ImageInput, max_media_bytes: int) -> ImageSource:
+    """Where `image` is.
+
+    Raises:
+        BadRequest: the URL's scheme is not data, http or https, or a data: URL is broken or holds too much.
+    """
+    scheme = image.url[:8].split(":", 1)[0].strip().lower()
+    if scheme == "data":
+        content = decode_data_url(image.url.strip(), image.param)
+        if len(content) > max_media_bytes:
+            raise BadRequest(
+                f"the image has {len(content)} bytes; at most {max_media_bytes} are allowed",
+                code="image_too_large",
+                param=image.param,
+            )
+        return ImageSource(image.param, content=content)
+    if scheme not in ("http", "https"):
+        raise BadRequest("an image must be a data: URL or an http(s) URL", code="image_download_failed", param=image.param)
+    if len(image.url) > MAX_URL_CHARS:
+        raise BadRequest(f"the image's URL has over {MAX_URL_CHARS} characters", code="invalid_image", param=image.param)
+    return ImageSource(image.param, url=image.url.strip())
+
+
+def decode_data_url(url: str, param: str) -> bytes:
+    """The bytes of a data: URL, as leniently as browsers read them: any parameters, upper case, whitespace, missing
+    padding, the URL-safe alphabet, percent-encoding.
+
+    Raises:
+        BadRequest: there is no comma, the base64 is broken, or nothing is in it.
+    """
+    head, comma, body = url.partition(",")
+    if not comma:
+        raise _broken(param)
+    content = unquote_to_bytes(body)
+    if head.rsplit(";", 1)[-1].strip().lower() == "base64":
+        packed = content.translate(_URL_SAFE, _WHITESPACE).rstrip(b"=")
+        try:
+            content = base64.b64decode(packed + b"=" * (-len(packed) % 4), validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise _broken(param) from error
+    if not content:
+        raise _broken(param)
+    return content
+
+
+def _broken(param: str) -> BadRequest:
+    return BadRequest("the data: URL cannot be read; it must be data:image/...;base64,...", code="invalid_image", param=param)

@@ -1,0 +1,53 @@
+"""From output tokens to text, piece by piece, without ever cutting a character. One instance per request. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+
+_REPLACEMENT = "\ufffd"
+_MAX_CHAR_TOKENS = 3  # an unfinished UTF-8 character has at most 3 bytes, and a token at least one
+
+
+class Detokenizer:
+    """`push` gives the text that is certain by now, `finish` the rest; together they are decode(all tokens).
+
+    Text is decoded after the tokens that came out last, since a tokenizer may decode a token differently at the start.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._context: list[int] = []
+        self._pending: list[int] = []
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        self._pending += token_ids
+        text = self._decode(self._pending)
+        if not text:  # special tokens only
+            self._pending = []
+            return ""
+        if not text.endswith(_REPLACEMENT):
+            return self._emit(len(self._pending), text)
+        # An unfinished character, or bytes that are none: hold back only what the next token could still complete.
+        for cut in range(len(self._pending) - 1, max(0, len(self._pending) - 1 - _MAX_CHAR_TOKENS), -1):
+            head, tail = self._pending[:cut], self._pending[cut:]
+            head_text = self._decode(head)
+            is_settled = not head_text.endswith(_REPLACEMENT) or len(tail) == _MAX_CHAR_TOKENS
+            if is_settled and head_text and head_text + self._decode_after(head, tail) == text:
+                return self._emit(cut, head_text)
+        return ""
+
+    def finish(self) -> str:
+        return self._emit(len(self._pending), self._decode(self._pending))
+
+    def _emit(self, count: int, text: str) -> str:
+        self._context, self._pending = self._pending[:count], self._pending[count:]
+        return text
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._decode_after(self._context, token_ids)
+
+    def _decode_after(self, context: list[int], token_ids: list[int]) -> str:
+        before = self._tokenizer.decode(context, skip_special_tokens=True)
+        return str(self._tokenizer.decode([*context, *token_ids], skip_special_tokens=True))[len(before) :]

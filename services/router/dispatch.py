@@ -1,0 +1,136 @@
+"""Sends one piece of a request's work to an instance of a stage: chooses it, waits for its reply, tries others when it refuses.
+
+A wait ends with the reply, when the instance is lost, or at the request's deadline; the caller's cancellation ends it too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from triptych.services.router.lifecycle import Attempt, Stage, StageStamp
+from triptych.services.router.load_book import InstanceView, LoadBook
+from triptych.shared.errors import DeadlineExceeded, InstanceLost, Overloaded
+from triptych.shared.messages import Heartbeat, InstanceId
+from triptych.shared.policies.routing import Choice
+from triptych.shared.registry import Registry
+
+T = TypeVar("T")
+FIRST_WAIT_S, MAX_WAIT_S = 0.02, 0.5  # chosen: pauses between rounds over instances that all refused, or none is there
+
+
+@dataclass(frozen=True, slots=True)
+class Work(Generic[T]):
+    """num_tokens: what it adds to an instance's load. send gives the stage's result; its argument is the chosen one."""
+
+    stage: Stage
+    num_tokens: int
+    choose: Callable[[Sequence[InstanceView]], Choice | None]
+    send: Callable[[Heartbeat], Coroutine[Any, Any, T]]
+
+
+class Dispatcher:
+    """stage_wait_s: how long a request waits for a stage of which no instance is there, or all refuse."""
+
+    def __init__(self, registry: Registry, book: LoadBook, stage_wait_s: float) -> None:
+        self._registry = registry
+        self._book = book
+        self._stage_wait_s = stage_wait_s
+        self._waiting: dict[InstanceId, set[asyncio.Future[None]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def on_lost(self, instance_id: InstanceId) -> None:
+        """Wake whoever waits for that instance."""
+        for future in self._waiting.get(instance_id, ()):
+            if not future.done():
+                future.set_result(None)
+
+    async def dispatch(self, work: Work[T], attempt: Attempt, deadline_s: float) -> tuple[InstanceId, T]:
+        """Who did it, and its result.
+
+        Raises:
+            InstanceLost: the chosen instance is gone.
+            Overloaded: no instance is there, or all refuse, for stage_wait_s; DeadlineExceeded at deadline_s.
+            TriptychError: what the instance answered.
+        """
+        stamp = StageStamp(work.stage, time.monotonic())
+        attempt.stamps.append(stamp)
+        give_up_at_s = min(deadline_s, stamp.queued_at_s + self._stage_wait_s)
+        refusals: dict[InstanceId, Overloaded] = {}
+        wait_s = FIRST_WAIT_S
+        while True:
+            now_s = time.monotonic()
+            choice = work.choose(self._book.views(work.stage, refusals))
+            if choice is None:
+                if now_s >= give_up_at_s:
+                    raise self._unavailable(work.stage, refusals, now_s >= deadline_s)
+                await asyncio.sleep(min(wait_s, give_up_at_s - now_s))
+                wait_s = min(2 * wait_s, MAX_WAIT_S)
+                refusals.clear()
+                continue
+            stamp.begin(choice.instance_id, choice.reason, now_s)
+            attempt.touched.add(choice.instance_id)
+            try:
+                result = await self._send(work, choice.instance_id, deadline_s)
+            except DeadlineExceeded:
+                raise
+            except Overloaded as error:
+                refusals[choice.instance_id] = error
+                continue
+            finally:
+                stamp.end(time.monotonic())
+            stamp.end(time.monotonic(), getattr(result, "time", None))
+            return choice.instance_id, result
+
+    async def _send(self, work: Work[T], instance_id: InstanceId, deadline_s: float) -> T:
+        beat = self._registry.get(instance_id)
+        if beat is None:
+            raise InstanceLost("an instance of a stage is gone", instance_id=instance_id)
+        with self._book.hold(instance_id, work.stage, work.num_tokens):
+            try:
+                return await self._until_lost(instance_id, work.send(beat), deadline_s)
+            except InstanceLost as error:
+                if error.instance_id == instance_id:
+                    self._book.suspect(instance_id)
+                raise
+
+    async def _until_lost(self, instance_id: InstanceId, sending: Coroutine[Any, Any, T], deadline_s: float) -> T:
+        lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(instance_id, set()).add(lost)
+        task = asyncio.create_task(sending)
+        try:
+            remaining_s = max(0.0, deadline_s - time.monotonic())
+            waited: set[asyncio.Future[Any]] = {task, lost}
+            await asyncio.wait(waited, timeout=remaining_s, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            if lost.done():
+                raise InstanceLost("an instance of a stage was lost", instance_id=instance_id)
+            raise DeadlineExceeded()
+        finally:
+            watchers = self._waiting[instance_id]
+            watchers.discard(lost)
+            if not watchers:
+                del self._waiting[instance_id]
+            await _end(task)
+
+    def _unavailable(self, stage: Stage, refusals: dict[InstanceId, Overloaded], is_too_late: bool) -> Overloaded:
+        if is_too_late:
+            return DeadlineExceeded()
+        if not refusals:
+            return Overloaded(f"no {stage} instance is available; try again later", code="stage_unavailable")
+        return Overloaded(f"every {stage} instance is busy; try again later")
+
+
+async def _end(task: asyncio.Task[Any]) -> None:
+    """Cancel a task of ours and wait until it has cleaned up; its outcome no longer matters."""
+    if not task.done():
+        task.cancel()
+        await asyncio.wait({task})
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,101 @@
+"""The router's HTTP paths: the OpenAI API and the probes that need to know the whole pipeline."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Protocol
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from triptych.services.router.api_types import ChatCompletionRequest
+from triptych.shared.errors import BadRequest
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+
+
+class RouterView(Protocol):
+    """What the paths need of the router."""
+
+    async def chat(self, request: Request) -> Response: ...
+
+    def models(self) -> list[dict[str, Any]]: ...
+
+    def readiness(self) -> tuple[bool, dict[str, Any]]: ...
+
+    def new_request_id(self) -> str: ...
+
+
+def add_endpoints(app: FastAPI, router: RouterView) -> None:
+    """Probes that need no pipeline (/live, /metrics) are added by the process's frame."""
+
+    async def chat_completions(request: Request) -> Response:
+        """OpenAI's chat completions. Answers JSON, or server-sent events when `stream` is true."""
+        return await router.chat(request)
+
+    async def models() -> dict[str, Any]:
+        """The model, once every stage is there."""
+        return {"object": "list", "data": router.models()}
+
+    async def model(model_id: str) -> dict[str, Any]:
+        for found in router.models():
+            if found["id"] == model_id:
+                return found
+        raise BadRequest("there is no such model here", code="model_not_found", status=404, param="model")
+
+    async def ready() -> JSONResponse:
+        """200 when every stage has an instance and requests are taken; the instances per stage either way."""
+        is_ready, body = router.readiness()
+        return JSONResponse(body, status_code=200 if is_ready else 503)
+
+    schema = ChatCompletionRequest.model_json_schema(ref_template="#/components/schemas/{model}")
+    definitions = schema.pop("$defs", {})
+    body_schema = {"required": True, "content": {"application/json": {"schema": _inline(schema, definitions)}}}
+    app.add_api_route(
+        "/v1/chat/completions",
+        chat_completions,
+        methods=["POST"],
+        response_model=None,
+        openapi_extra={"requestBody": body_schema},
+    )
+    app.add_api_route("/v1/models", models, methods=["GET"])
+    app.add_api_route("/v1/models/{model_id:path}", model, methods=["GET"])
+    for path in ("/ready", "/health"):
+        app.add_api_route(path, ready, methods=["GET"])
+    app.add_middleware(RequestIds, router=router)
+
+
+def _inline(schema: Any, definitions: dict[str, Any]) -> Any:
+    """The schema with its definitions in place: they have no components section to live in."""
+    if isinstance(schema, list):
+        return [_inline(item, definitions) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        return _inline(definitions[schema["$ref"].rsplit("/", 1)[-1]], definitions)
+    return {key: _inline(value, definitions) for key, value in schema.items()}
+
+
+class RequestIds:
+    """Every answer carries X-Request-Id: the client's when it is a plain one, else a new one. Only for the client's use: what
+    stages see is always our own."""
+
+    def __init__(self, app: ASGIApp, router: RouterView) -> None:
+        self._app = app
+        self._router = router
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"").decode("latin-1")
+        request_id = given if _REQUEST_ID.fullmatch(given) else self._router.new_request_id()
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)

@@ -1,0 +1,45 @@
+"""One request from admission to release: attempts until the output is out, each let go of at its end, whatever the end."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from triptych.services.router.attempt import AttemptRun, Job, Parts
+from triptych.services.router.lifecycle import Lifecycle
+from triptych.services.router.token_streams import Tokens
+from triptych.shared.errors import InstanceLost, InternalError
+
+
+async def run_request(parts: Parts, job: Job, life: Lifecycle) -> AsyncGenerator[Tokens]:
+    """The output in pieces, the last with finish_reason. Close the iterator (aclosing) to abort.
+
+    A lost instance means another attempt, as long as nothing of this one has gone out: for an answer in one piece that is
+    until its end. A request that loses instances on every attempt may be what kills them: it isn't tried for ever.
+
+    Raises:
+        TriptychError: the request ends in this error.
+    """
+    while True:
+        attempt = life.begin_attempt()
+        held_back: list[Tokens] = []
+        is_out = False
+        try:
+            async with aclosing(AttemptRun(parts, job, life, attempt).tokens()) as pieces:
+                async for piece in pieces:
+                    if job.is_streaming:
+                        is_out = True
+                        yield piece
+                    else:
+                        held_back.append(piece)
+        except InstanceLost as error:
+            if is_out:
+                raise
+            if len(life.attempts) >= parts.limits.max_attempts:
+                raise InternalError("the request failed on every attempt") from error
+            continue
+        finally:
+            parts.release(attempt)
+        for piece in held_back:
+            yield piece
+        return

@@ -1,0 +1,55 @@
+"""The router's Prometheus metrics: requests by code, latencies as its clients feel them, time per stage."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from triptych.services.router.lifecycle import STAGES, Lifecycle, Phase
+from triptych.shared.messages import FinishReason
+
+BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
+KNOWN_CODES = (200, 400, 404, 413, 499, 500, 503, 504)  # seeded with 0, so that rates exist from the start
+MODALITIES = ("text", "image")
+
+
+class RouterMetrics:
+    """No request id is ever a label. `code` is the HTTP status; 499: the client left before its answer."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.requests = Counter("triptych_requests", "chat requests by outcome", ["code", "finish_reason"], registry=registry)
+        self.inflight = Gauge("triptych_requests_inflight", "chat requests inside", ["stage"], registry=registry)
+        self.rejections = Counter("triptych_rejections", "chat requests refused at the door", registry=registry)
+        self.retries = Counter("triptych_attempts_repeated", "attempts after the first", registry=registry)
+        self.cancellations = Counter("triptych_cancellations", "clients that left", ["stage"], registry=registry)
+        self.ttft = self._histogram("triptych_time_to_first_token_seconds", "arrival to first token", "modality", registry)
+        self.e2e = self._histogram("triptych_e2e_request_latency_seconds", "arrival to last token", "modality", registry)
+        self.stage_seconds = self._histogram("triptych_stage_seconds", "sent to a stage until its result", "stage", registry)
+        for code in KNOWN_CODES:
+            self.requests.labels(code, "stop" if code == 200 else "")
+        self.requests.labels(200, "length")
+        self.inflight.labels("router")
+        for modality in MODALITIES:
+            self.ttft.labels(modality)
+            self.e2e.labels(modality)
+        for stage in STAGES:
+            self.stage_seconds.labels(stage)
+
+    @staticmethod
+    def _histogram(name: str, text: str, label: str, registry: CollectorRegistry) -> Histogram:
+        return Histogram(name, text, [label], buckets=BUCKETS_S, registry=registry)
+
+    def on_end(self, life: Lifecycle, code: int, finish_reason: FinishReason | None, phase_before: Phase) -> None:
+        """Count a request that was admitted; phase_before: how far it had come."""
+        self.requests.labels(code, finish_reason or "").inc()
+        self.retries.inc(max(0, len(life.attempts) - 1))
+        if life.phase is Phase.CANCELLED:
+            self.cancellations.labels(phase_before.value).inc()
+        modality = "image" if life.num_image_tokens else "text"
+        if life.first_token_at_s is not None:
+            self.ttft.labels(modality).observe(life.first_token_at_s - life.arrived_at_s)
+        if life.phase is Phase.FINISHED and life.ended_at_s is not None:
+            self.e2e.labels(modality).observe(life.ended_at_s - life.arrived_at_s)
+        for attempt in life.attempts:
+            for stamp in attempt.stamps:
+                if stamp.begun_at_s is not None and stamp.ended_at_s is not None:
+                    self.stage_seconds.labels(stamp.stage).observe(stamp.ended_at_s - stamp.begun_at_s)

@@ -1,0 +1,188 @@
+"""One chat request at the HTTP edge: reads and checks it, runs it, writes the answer, and accounts for its end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+import structlog
+from fastapi.responses import JSONResponse
+from starlette.requests import Request
+from starlette.responses import Response
+
+from triptych.services.router.api_types import Chat, parse_chat
+from triptych.services.router.attempt import Job, Parts
+from triptych.services.router.client_link import ClientGoneError, read_body, while_connected
+from triptych.services.router.data_url import read_source
+from triptych.services.router.detokenizer import Detokenizer
+from triptych.services.router.http_errors import as_typed, error_object, error_response
+from triptych.services.router.lifecycle import Lifecycle, Phase
+from triptych.services.router.pipeline import run_request
+from triptych.services.router.prompt import PromptBuilder
+from triptych.services.router.responses import Header, chunk, completion, trace, usage_chunk
+from triptych.services.router.sse import DONE, EventStream, event
+from triptych.services.router.token_streams import Tokens
+from triptych.shared.errors import BadRequest, TriptychError
+from triptych.shared.messages import FinishReason
+from triptych.shared.settings import Settings
+
+PREPARE_TIMEOUT_S = 10.0  # chosen: a prompt of 100 000 tokens takes under a second to render and tokenize
+SEND_GRACE_S = 5.0  # chosen: time after a request's deadline to get the last bytes to a slow client
+MIN_TEXT_CHARS, CHARS_PER_TOKEN = 1 << 16, 64  # chosen: no real text has longer tokens on average
+CLIENT_GONE_STATUS = 499  # nginx's code, for metrics only
+TRACE_HEADER = "x-triptych-trace"
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What a router serves."""
+
+    name: str
+    prompts: PromptBuilder
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """What all sessions share. on_end: (life, status, finish_reason, phase before the end), called exactly once each."""
+
+    settings: Settings
+    model: Model
+    parts: Parts
+    workers: Executor
+    on_end: Callable[[Lifecycle, int, FinishReason | None, Phase], None]
+
+
+class ChatSession:
+    """`respond` once. The session is over when the response has been sent."""
+
+    def __init__(self, edge: Edge, life: Lifecycle, request: Request) -> None:
+        self._edge = edge
+        self._life = life
+        self._request = request
+        self._wants_trace = request.headers.get(TRACE_HEADER) == "1"
+        self._detokenizer = Detokenizer(edge.model.prompts.tokenizer)
+        self._header = Header(f"chatcmpl-{life.base_id}", int(time.time()), edge.model.name)
+        self._finish_reason: FinishReason | None = None
+        self._pieces: AsyncGenerator[Tokens] | None = None
+        self._failure: TriptychError | None = None
+
+    async def respond(self) -> Response:
+        """The answer, or an error as JSON: until the first token is there nothing is sent."""
+        try:
+            body = await read_body(self._request, self._edge.settings.max_body_bytes)
+            response = await while_connected(self._request.receive, self._respond(body))
+        except ClientGoneError:
+            await self._close(Phase.CANCELLED, CLIENT_GONE_STATUS)
+            return Response(status_code=CLIENT_GONE_STATUS)
+        except asyncio.CancelledError:
+            await self._close(Phase.CANCELLED, CLIENT_GONE_STATUS)
+            raise
+        except Exception as error:
+            typed = as_typed(error)
+            await self._close(Phase.FAILED, typed.status)
+            return error_response(typed)
+        if not isinstance(response, EventStream):
+            await self._close(Phase.FINISHED, 200)
+        return response
+
+    async def _respond(self, body: bytes) -> Response:
+        chat, job = await self._prepare(body)
+        self._pieces = run_request(self._edge.parts, job, self._life)
+        first = await anext(self._pieces)
+        self._life.first_token_at_s = time.monotonic()
+        if not chat.stream:
+            return JSONResponse(await self._whole(first, self._pieces))
+        timeout_s = self._life.remaining_s(time.monotonic()) + SEND_GRACE_S
+        return EventStream(self._events(first, self._pieces, chat), timeout_s, self._on_streamed)
+
+    async def _prepare(self, body: bytes) -> tuple[Chat, Job]:
+        """Parsing, rendering and tokenizing may take long: not on the event loop."""
+        max_chars = max(MIN_TEXT_CHARS, CHARS_PER_TOKEN * self._edge.parts.limits.max_model_len())
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(PREPARE_TIMEOUT_S):
+                return await loop.run_in_executor(self._edge.workers, self._prepare_in_thread, body, max_chars)
+        except TimeoutError:
+            raise BadRequest("the prompt takes too long to tokenize; make it shorter", param="messages") from None
+
+    def _prepare_in_thread(self, body: bytes, max_chars: int) -> tuple[Chat, Job]:
+        edge = self._edge
+        chat = parse_chat(body, edge.settings, max_chars)
+        if chat.model != edge.model.name:
+            raise BadRequest(
+                f"there is no such model here; the model is {edge.model.name}",
+                code="model_not_found",
+                status=404,
+                param="model",
+            )
+        sources = tuple(read_source(image, edge.settings.max_media_bytes) for image in chat.images)
+        job = Job(
+            prompt=edge.model.prompts.build(chat),
+            sources=sources,
+            max_tokens=chat.max_tokens,
+            temperature=chat.temperature,
+            seed=chat.seed,
+            ignore_eos=chat.ignore_eos,
+            is_streaming=chat.stream,
+        )
+        return chat, job
+
+    def _text(self, piece: Tokens) -> str:
+        self._life.num_output_tokens += len(piece.token_ids)
+        text = self._detokenizer.push(piece.token_ids)
+        if piece.finish_reason is None:
+            return text
+        self._finish_reason = piece.finish_reason
+        return text + self._detokenizer.finish()
+
+    async def _whole(self, first: Tokens, rest: AsyncIterator[Tokens]) -> dict[str, object]:
+        text = self._text(first)
+        async for piece in rest:
+            text += self._text(piece)
+        body = completion(self._header, text, self._finish_reason or "stop", self._life)
+        return {**body, "triptych": trace(self._life)} if self._wants_trace else body
+
+    async def _events(self, first: Tokens, rest: AsyncIterator[Tokens], chat: Chat) -> AsyncIterator[bytes]:
+        with_usage = chat.include_usage
+        begin = event(chunk(self._header, {"role": "assistant", "content": ""}, None, with_usage))
+        yield begin + self._event(first, with_usage)
+        try:
+            async for piece in rest:
+                if data := self._event(piece, with_usage):
+                    yield data
+        except Exception as error:
+            self._failure = as_typed(error)
+            yield event(error_object(self._failure))
+            return
+        yield (event(usage_chunk(self._header, self._life)) if with_usage else b"") + DONE
+
+    def _event(self, piece: Tokens, with_usage: bool) -> bytes:
+        text = self._text(piece)
+        data = event(chunk(self._header, {"content": text}, None, with_usage)) if text else b""
+        if piece.finish_reason is None:
+            return data
+        last = chunk(self._header, {}, piece.finish_reason, with_usage)
+        return data + event({**last, "triptych": trace(self._life)} if self._wants_trace else last)
+
+    async def _on_streamed(self, is_sent: bool) -> None:
+        if self._failure is not None:
+            await self._close(Phase.FAILED, self._failure.status)
+        elif is_sent:
+            await self._close(Phase.FINISHED, 200)
+        else:
+            await self._close(Phase.CANCELLED, CLIENT_GONE_STATUS)
+
+    async def _close(self, phase: Phase, status: int) -> None:
+        """Whatever still runs for this request ends here: closing the iterator releases it at every instance."""
+        try:
+            if self._pieces is not None:
+                await self._pieces.aclose()
+        finally:
+            before = self._life.phase
+            if self._life.end(phase, time.monotonic()):
+                self._edge.on_end(self._life, status, self._finish_reason, before)

@@ -1,0 +1,57 @@
+"""Server-sent events: one answer as `data:` events, ended by [DONE], or by an error event and nothing more."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from triptych.services.router.client_link import ClientGoneError, while_connected
+
+DONE = b"data: [DONE]\n\n"
+_encode = msgspec.json.Encoder().encode
+
+
+def event(body: dict[str, Any]) -> bytes:
+    """One event; JSON has no line breaks, so one data line is enough."""
+    return b"data: " + _encode(body) + b"\n\n"
+
+
+class EventStream(Response):
+    """Sends `events` as they come. However it ends (done, client gone, out of time, cancelled), `close` runs once, with
+    whether all events were sent.
+
+    Args:
+        events: whole events, already encoded; handles its own errors.
+        timeout_s: longest time to send them in: bounds a client that stays but doesn't read.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes], timeout_s: float, close: Callable[[bool], Awaitable[None]]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+        self._timeout_s = timeout_s
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_sent = False
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await while_connected(receive, self._send(send))
+            is_sent = True
+        except (ClientGoneError, TimeoutError, OSError):
+            pass  # nobody is there to be told
+        finally:
+            await self._close(is_sent)
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for piece in self._events:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

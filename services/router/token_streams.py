@@ -1,0 +1,137 @@
+"""Output tokens as they come over the bus, given to the request that waits for them, checked for gaps and silence.
+
+A buffer holds at most its request's max_tokens tokens, so a slow client bounds itself: nothing is dropped or grows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from triptych.shared.errors import DeadlineExceeded, InstanceLost, InternalError, TriptychError, from_wire
+from triptych.shared.messages import Event, FinishReason, InstanceId, RequestId, StageTime, TokenBatch, TokenChunk
+
+SILENCE_S = 10.0  # chosen: five missed signs of life of a decode instance
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Tokens that came since the last ones. The last piece has finish_reason, and time when the stage told it."""
+
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    time: StageTime | None = None
+
+
+class TokenStream:
+    """One request's tokens from one decode instance; the first one expected has seq 1 (0 came from prefill)."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self.instance_id: InstanceId | None = None
+        self._max_tokens = max_tokens
+        self._arrived = asyncio.Event()
+        self.expect(None)
+
+    def expect(self, instance_id: InstanceId | None) -> None:
+        """The request goes to this instance now; an earlier one refused it."""
+        self.instance_id = instance_id
+        self._next_seq = 1
+        self._token_ids: list[int] = []
+        self._last: TokenChunk | None = None
+        self._error: TriptychError | None = None
+        self._arrived.clear()
+
+    def feed(self, chunk: TokenChunk) -> None:
+        """Take a chunk; what comes after the end is ignored."""
+        if self._last is not None or self._error is not None:
+            return
+        if chunk.error is not None:
+            self._error = from_wire(chunk.error)
+        elif chunk.seq != self._next_seq:
+            self._error = InstanceLost("output tokens were lost on their way")
+        elif chunk.seq + len(chunk.token_ids) > self._max_tokens:
+            self._error = InternalError("more output tokens than were asked for")
+        elif chunk.finish_reason == "abort":
+            self._error = InstanceLost("a decode instance gave the request up")
+        else:
+            self._next_seq += len(chunk.token_ids)
+            self._token_ids += chunk.token_ids
+            if chunk.finish_reason is not None:
+                self._last = chunk
+        self._arrived.set()
+
+    def fail(self, error: TriptychError) -> None:
+        """End the stream here, after the tokens that are already buffered."""
+        if self._last is None and self._error is None:
+            self._error = error
+            self._arrived.set()
+
+    async def next(self, remaining_s: float) -> Tokens:
+        """What came since the last call, waiting for it.
+
+        Raises:
+            InstanceLost: nothing came for SILENCE_S, not even a sign of life; or tokens are missing.
+            DeadlineExceeded: the request's remaining_s are over.
+            TriptychError: what the instance reported.
+        """
+        until_s = asyncio.get_running_loop().time() + remaining_s
+        while True:
+            left_s = until_s - asyncio.get_running_loop().time()
+            if left_s <= 0:
+                raise DeadlineExceeded("the request's time ran out")
+            try:
+                async with asyncio.timeout(min(SILENCE_S, left_s)):
+                    await self._arrived.wait()
+            except TimeoutError:
+                if left_s > SILENCE_S:
+                    raise InstanceLost("a decode instance went silent") from None
+                continue
+            token_ids, self._token_ids = tuple(self._token_ids), []
+            if self._last is not None:
+                return Tokens(token_ids, self._last.finish_reason, self._last.time)
+            if not token_ids and self._error is not None:
+                raise self._error
+            if self._error is None:
+                self._arrived.clear()
+            if token_ids:
+                return Tokens(token_ids)
+
+
+class TokenStreams:
+    """All open streams of this router, by request id."""
+
+    def __init__(self) -> None:
+        self._streams: dict[RequestId, TokenStream] = {}
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    @contextmanager
+    def open(self, request_id: RequestId, max_tokens: int) -> Iterator[TokenStream]:
+        """Open before the decode request is sent: its first tokens may come before its reply."""
+        stream = self._streams[request_id] = TokenStream(max_tokens)
+        try:
+            yield stream
+        finally:
+            del self._streams[request_id]
+
+    def expect(self, request_id: RequestId, instance_id: InstanceId) -> None:
+        """From now on the request's tokens come from this instance, beginning with seq 1."""
+        self._streams[request_id].expect(instance_id)
+
+    def on_event(self, event: Event) -> None:
+        """Chunks of requests that are over, or from another instance than the one that was asked, are ignored."""
+        if not isinstance(event, TokenBatch):
+            return
+        for chunk in event.chunks:
+            stream = self._streams.get(chunk.request_id)
+            if stream is not None and stream.instance_id == event.instance_id:
+                stream.feed(chunk)
+
+    def on_lost(self, instance_id: InstanceId) -> None:
+        """Fail the streams of an instance that is gone."""
+        for stream in self._streams.values():
+            if stream.instance_id == instance_id:
+                stream.fail(InstanceLost("a decode instance was lost", instance_id=instance_id))

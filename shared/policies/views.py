@@ -1,0 +1,28 @@
+"""What policies may see: read-only views that live processes and the simulator satisfy without copying."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from triptych.shared.messages import InstanceId
+
+
+class StageView(Protocol):
+    """One instance as a candidate for the next piece of work of one stage.
+
+    num_requests: waiting and running there. num_pending_tokens: tokens that it has not computed yet (vision tokens for an
+    encoder, prompt tokens for prefill), or tokens in context for decode. num_free_blocks: KV blocks that new work may take.
+    All three include work that was dispatched but that the instance has not reported yet.
+    """
+
+    @property
+    def instance_id(self) -> InstanceId: ...
+
+    @property
+    def num_requests(self) -> int: ...
+
+    @property
+    def num_pending_tokens(self) -> int: ...
+
+    @property
+    def num_free_blocks(self) -> int: ...
