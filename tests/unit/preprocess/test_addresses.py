@@ -35,6 +35,8 @@ from triptych.services.preprocess.addresses import UrlRefused, is_public, parse_
         "http://example.com:99999/",
         "http://example.com:port/",
         "http://[::1/",
+        "http://0177.0.0.1/",
+        "http://1.2.3.999/",
         "http://" + "a" * 9000 + ".com/",
     ],
 )
