@@ -87,7 +87,8 @@ def draw_pictures() -> tuple[Path, Path]:
 async def running_cluster(checkpoint: Path, console: Console) -> AsyncIterator[dict[str, Any]]:
     """`triptych up` as a child process; gives its JSON line, and stops it at the end."""
     log_path = FOLDER / "cluster.log"
-    command = (sys.executable, "-m", "triptych.services.cli", "up", "--json", "--port", "0", "--model", str(checkpoint))
+    options = ("--json", "--port", "0", "--model", str(checkpoint), "--log-dir", str(FOLDER / "logs"))
+    command = (sys.executable, "-m", "triptych.services.cli", "up", *options)
     with log_path.open("wb") as log:
         # A session of its own: Ctrl-C reaches us, and we stop the cluster once.
         process = await asyncio.create_subprocess_exec(
@@ -118,7 +119,7 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
         await process.wait()
 
 
-def request_body(question: Question, max_tokens: int) -> dict[str, Any]:
+def request_body(model: str, question: Question, max_tokens: int) -> dict[str, Any]:
     """The chat request, pictures as data: URLs before the text."""
     content: list[dict[str, Any]] = [
         {"type": "image_url", "image_url": {"url": "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()}}
@@ -126,6 +127,7 @@ def request_body(question: Question, max_tokens: int) -> dict[str, Any]:
     ]
     content.append({"type": "text", "text": question.text})
     return {
+        "model": model,
         "messages": [{"role": "user", "content": content}],
         "max_tokens": max_tokens,
         "temperature": 0,
@@ -152,13 +154,14 @@ async def read_events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[st
     raise DemoFailed("the stream broke off")
 
 
-async def ask(http: aiohttp.ClientSession, url: str, question: Question, console: Console) -> Outcome:
+async def ask(http: aiohttp.ClientSession, info: dict[str, Any], question: Question, console: Console) -> Outcome:
     """Send one question and print the answer while it comes."""
     begin_s = time.monotonic()
     ttft_s, num_tokens = 0.0, 0
     trace: dict[str, Any] = {}
     headers = {"X-Triptych-Trace": "1"}
-    async with http.post(f"{url}/v1/chat/completions", json=request_body(question, 32), headers=headers) as response:
+    body = request_body(info["model"], question, 32)
+    async with http.post(f"{info['url'].rstrip('/')}/v1/chat/completions", json=body, headers=headers) as response:
         if response.status != 200:
             raise DemoFailed(f"status {response.status}: {(await response.text())[:500]}")
         async for chunk in read_events(response):
@@ -188,13 +191,13 @@ def path_table(trace: dict[str, Any]) -> Table:
     return table
 
 
-async def show(http: aiohttp.ClientSession, url: str, question: Question, console: Console) -> None:
+async def show(http: aiohttp.ClientSession, info: dict[str, Any], question: Question, console: Console) -> None:
     """One question with its pictures, its answer and its path."""
     for path in question.pictures:
         console.print(f"picture  {path}", markup=False, highlight=False)
     console.print(f"user     {question.text}", markup=False, highlight=False)
     console.print("answer   ", end="")
-    outcome = await ask(http, url, question, console)
+    outcome = await ask(http, info, question, console)
     console.print(path_table(outcome.trace))
     times = f"first token after {1000 * outcome.ttft_s:.0f} ms, all {outcome.num_tokens} after {1000 * outcome.total_s:.0f} ms"
     console.print(f"{times}, attempts: {outcome.trace['attempts']}", highlight=False)
@@ -224,12 +227,10 @@ async def run(console: Console) -> None:
         async with aiohttp.ClientSession(timeout=timeout) as http:
             for number, question in enumerate(questions, 1):
                 console.rule(f"{number}. {question.title}", align="left")
-                await show(http, info["url"].rstrip("/"), question, console)
+                await show(http, info, question, console)
         console.rule(style="dim")
-    console.print(
-        f"All three answered; the cluster is stopped. Start your own: [bold].venv/bin/triptych up --model {checkpoint}[/]",
-        highlight=False,
-    )
+    console.print("All three answered; the cluster is stopped. Start your own, to ask what you like:")
+    console.print(f"  .venv/bin/triptych up --model {checkpoint}", markup=False, highlight=False, soft_wrap=True)
 
 
 def main() -> int:
