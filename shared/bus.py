@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 
 import msgspec
 import nats.errors
@@ -56,6 +57,14 @@ class _NobodyThereError(Exception):
     """NATS says that nobody is subscribed to the request's subject."""
 
 
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A request that waits for its reply."""
+
+    instance_id: InstanceId
+    reply: asyncio.Future[bytes]
+
+
 class Bus:
     """One NATS connection. Every handler of a request runs as its own task, at most max_concurrent of them; more are
     answered Overloaded. A handler's TriptychError becomes an ErrorReply; any other exception an InternalError, logged once."""
@@ -64,7 +73,8 @@ class Bus:
         self._link = link
         self._inbox = link.new_inbox()
         self._tokens = itertools.count()
-        self._in_flight: dict[str, asyncio.Future[bytes]] = {}
+        self._in_flight: dict[str, _InFlight] = {}
+        self._served: list[str] = []
         self._handlers: set[asyncio.Task[None]] = set()
         self._grace_until_s = 0.0
         link.on_reconnected(self._on_reconnected)
@@ -110,19 +120,19 @@ class Bus:
         """Just after a reconnect the peer may not have subscribed again yet: nobody there is then no sign of death."""
         while True:
             try:
-                return await self._ask(instance_subject(instance_id), payload)
+                return await self._ask(instance_id, payload)
             except _NobodyThereError:
                 if asyncio.get_running_loop().time() >= self._grace_until_s:
                     raise InstanceLost("an instance of a stage is gone", instance_id=instance_id) from None
                 await asyncio.sleep(RETRY_WAIT_S)
 
-    async def _ask(self, subject: str, payload: bytes) -> Reply:
+    async def _ask(self, instance_id: InstanceId, payload: bytes) -> Reply:
         token = str(next(self._tokens))
         future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._in_flight[token] = future
+        self._in_flight[token] = _InFlight(instance_id, future)
         try:
             try:
-                await self._link.publish(subject, payload, reply=f"{self._inbox}.{token}")
+                await self._link.publish(instance_subject(instance_id), payload, reply=f"{self._inbox}.{token}")
             except nats.errors.Error as error:
                 raise Overloaded("the message bus is unreachable", code="bus_unavailable") from error
             return decode_reply(await future)
@@ -133,24 +143,26 @@ class Bus:
             self._in_flight.pop(token, None)
 
     async def _on_reply(self, message: Msg) -> None:
-        future = self._in_flight.get(message.subject.rpartition(".")[2])
-        if future is None or future.done():
+        waiting = self._in_flight.get(message.subject.rpartition(".")[2])
+        if waiting is None or waiting.reply.done():
             return  # the asker gave up
         if message.headers and message.headers.get("Status") == NO_RESPONDERS:
-            future.set_exception(_NobodyThereError())
+            waiting.reply.set_exception(_NobodyThereError())
         else:
-            future.set_result(message.data)
+            waiting.reply.set_result(message.data)
 
     def _on_reconnected(self) -> None:
         """Replies to what is in flight may be lost: give those on their way a moment, then fail the rest."""
         loop = asyncio.get_running_loop()
         self._grace_until_s = loop.time() + RECONNECT_GRACE_S
-        loop.call_later(RECONNECT_GRACE_S, self._fail, tuple(self._in_flight.values()))
+        error = InstanceLost("the message bus was restarted", code="bus_lost")
+        loop.call_later(RECONNECT_GRACE_S, _fail, tuple(self._in_flight.values()), error)
 
-    def _fail(self, futures: tuple[asyncio.Future[bytes], ...]) -> None:
-        for future in futures:
-            if not future.done():
-                future.set_exception(InstanceLost("the message bus was restarted", code="bus_lost"))
+    def note_lost(self, instance_id: InstanceId) -> None:
+        """An instance is gone: whoever waits for its reply learns now. (What NATS handed to a dying process is lost without
+        a word.)"""
+        waiting = [one for one in self._in_flight.values() if one.instance_id == instance_id]
+        _fail(waiting, InstanceLost("an instance of a stage was lost", instance_id=instance_id))
 
     async def publish(self, instance_id: InstanceId, message: Message) -> None:
         """To one instance, unanswered. Never fails for the bus's sake: what can't be sent is dropped and counted."""
@@ -189,7 +201,9 @@ class Bus:
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
 
-        await self._link.subscribe(instance_subject(instance_id), on_message)
+        subject = instance_subject(instance_id)
+        self._served.append(subject)
+        await self._link.subscribe(subject, on_message)
 
     async def _handle(self, message: Msg, request: InstanceRequest, handler: RequestHandler) -> None:
         try:
@@ -230,11 +244,19 @@ class Bus:
         await self._link.subscribe(subject, on_message)
 
     async def close(self) -> None:
-        """Running handlers are cancelled and their askers told, then the connection is closed."""
+        """Intake ends, running handlers are cancelled and their askers told, then the connection is closed."""
+        for subject in self._served:
+            await self._link.unsubscribe(subject)
         handlers = tuple(self._handlers)
         for task in handlers:
             task.cancel()
         if handlers:
             await asyncio.wait(handlers, timeout=RECONNECT_GRACE_S)
         await self._link.close()
-        self._fail(tuple(self._in_flight.values()))
+        _fail(self._in_flight.values(), InstanceLost("the message bus was closed", code="bus_lost"))
+
+
+def _fail(waiting: Iterable[_InFlight], error: InstanceLost) -> None:
+    for one in waiting:
+        if not one.reply.done():
+            one.reply.set_exception(error)

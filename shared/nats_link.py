@@ -16,6 +16,7 @@ import nats.errors
 import structlog
 from nats.aio.client import Client
 from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
 
 from triptych.shared.errors import Overloaded
 
@@ -53,7 +54,8 @@ class NatsLink:
         self._url = url
         self._name = name
         self._client = Client()
-        self._subscriptions: list[tuple[str, MessageCallback]] = []
+        self._callbacks: dict[str, MessageCallback] = {}
+        self._subscriptions: dict[str, Subscription] = {}
         self._reconnected_callbacks: list[Callable[[], None]] = []
         self._last_error = ""
         self._is_up = False  # connected once, and not closed by us
@@ -88,18 +90,35 @@ class NatsLink:
         self._reconnected_callbacks.append(callback)
 
     async def subscribe(self, subject: str, callback: MessageCallback) -> None:
-        """callback runs for one message after the other. The server knows of it when this returns."""
-        self._subscriptions.append((subject, callback))
+        """callback runs for one message after the other. The server knows of it when this returns. Once per subject."""
+        self._callbacks[subject] = callback
         await self._subscribe(subject, callback)
         try:
-            await self._client.flush(timeout=DIAL_TIMEOUT_S)
+            await self._flush()
         except nats.errors.Error:
             _log.debug("subscribed while disconnected", subject=subject)  # replayed by the reconnect
 
     async def _subscribe(self, subject: str, callback: MessageCallback) -> None:
-        await self._client.subscribe(
+        self._subscriptions[subject] = await self._client.subscribe(
             subject, cb=callback, pending_msgs_limit=PENDING_MESSAGES, pending_bytes_limit=PENDING_BYTES
         )
+
+    async def _flush(self) -> None:
+        """nats-py's flush sends its PING past commands that still wait in its buffer; by the second they have gone out."""
+        for _ in range(2):
+            await self._client.flush(timeout=DIAL_TIMEOUT_S)
+
+    async def unsubscribe(self, subject: str) -> None:
+        """Returns when the server sends nothing more there and the callback has had what it did send."""
+        self._callbacks.pop(subject, None)
+        subscription = self._subscriptions.pop(subject, None)
+        if subscription is not None and self._client.is_connected:
+            try:
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                    await self._flush()
+                    await subscription.drain()  # type: ignore[no-untyped-call]
+            except (nats.errors.Error, TimeoutError) as error:
+                _log.debug("unsubscribed unclean", subject=subject, error=type(error).__name__)
 
     async def publish(self, subject: str, payload: bytes, reply: str = "") -> None:
         """Raises nats.errors.Error when closed, or broken with a full buffer."""
@@ -113,7 +132,7 @@ class NatsLink:
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 if self._client.is_connected:
-                    await self._client.flush(timeout=DIAL_TIMEOUT_S)
+                    await self._flush()
                 await self._client.close()
         except (nats.errors.Error, TimeoutError) as error:
             _log.debug("bus closed unclean", error=type(error).__name__)
@@ -141,7 +160,7 @@ class NatsLink:
             try:
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):
                     await self._open()
-                for subject, callback in self._subscriptions:
+                for subject, callback in self._callbacks.items():
                     await self._subscribe(subject, callback)
             except (TimeoutError, OSError, nats.errors.Error) as error:
                 _log.warning("bus still unreachable", error=type(error).__name__)

@@ -135,6 +135,7 @@ class ServiceHost:
         self._lifecycle.begin_drain(exit=True)
 
     async def _join_bus(self) -> None:
+        self._registry.on_lost(self._bus.note_lost)
         self._registry.on_lost(self._on_lost)
         self._bus.on_reconnected(lambda: self._registry.note_reconnected(time.monotonic()))
         for subject in (HEARTBEAT_SUBJECT, LOST_SUBJECT):

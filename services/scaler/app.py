@@ -61,7 +61,8 @@ class Scaler:
         if not isinstance(request, StatusRequest):
             raise BadRequest(f"the scaler takes no {type(request).__name__}", code="wrong_instance")
         assert self._context is not None
-        return StatusReply(tuple(self._context.registry.all()), self._num_restarts)
+        beats = (beat for beat in self._context.registry.all() if beat.service != "launcher")
+        return StatusReply(tuple(beats), self._num_restarts)
 
     def _on_event(self, event: Event) -> None:
         if not isinstance(event, Lost) or event.instance_id in self._handled or event.name in self._restarting:

@@ -1,0 +1,50 @@
+"""A NATS server that a test may kill and start again on its port: the product's own configuration of it."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+from pathlib import Path
+
+from triptych.services.launcher.embedded import EmbeddedNats
+
+TIMEOUT_S = 20.0
+
+
+class OwnNats:
+    """`await OwnNats.start(folder)`; stop() is idempotent."""
+
+    def __init__(self, folder: Path) -> None:
+        self._server = EmbeddedNats(folder)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @classmethod
+    async def start(cls, folder: Path) -> OwnNats:
+        own = cls(folder)
+        await own.start_again()
+        return own
+
+    @property
+    def url(self) -> str:
+        return self._server.url
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    async def start_again(self) -> None:
+        spec = self._server.spec()
+        self._process = subprocess.Popen(spec.command, stderr=subprocess.DEVNULL)  # noqa: ASYNC220 - starting takes no time
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                await self._server.wait_ready(self._process.pid)
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self, number: signal.Signals = signal.SIGKILL) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(number)
+            self._process.wait(TIMEOUT_S)
