@@ -61,7 +61,8 @@ class DecodeRole:
         self._intake.is_open = False
 
     def is_idle(self) -> bool:
-        return not self._jobs and not self._tasks and self._batch.is_empty() and self._outbox.is_empty()
+        is_empty = not self._jobs and not self._tasks and self._batch.is_empty() and self._outbox.is_empty()
+        return is_empty and not self._loop.is_stepping
 
     async def stop(self) -> None:
         self.stop_intake()

@@ -56,7 +56,7 @@ class EncoderRole:
         self._intake.is_open = False
 
     def is_idle(self) -> bool:
-        return self._num_requests == 0 and not self._batch
+        return self._num_requests == 0 and not self._loop.is_stepping
 
     async def stop(self) -> None:
         self.stop_intake()

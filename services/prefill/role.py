@@ -42,7 +42,7 @@ class PrefillRole:
         self._intake.is_open = False
 
     def is_idle(self) -> bool:
-        return self._num_requests == 0 and self._batch.is_empty()
+        return self._num_requests == 0 and self._batch.is_empty() and not self._loop.is_stepping
 
     async def stop(self) -> None:
         self.stop_intake()

@@ -18,6 +18,8 @@ class StepLoop:
         step: does one step; False when there was nothing to do.
         on_error: called when a step raised, which is a bug of ours: must drop what the step worked on, so that the next
             step does not meet it again.
+
+    is_stepping: a step is under way; the engine may use blocks of requests that are gone already.
     """
 
     def __init__(self, name: str, step: Callable[[], Awaitable[bool]], on_error: Callable[[Exception], None]) -> None:
@@ -26,6 +28,7 @@ class StepLoop:
         self._on_error = on_error
         self._woken = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self.is_stepping = False
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name=f"{self._name} loop")
@@ -44,11 +47,14 @@ class StepLoop:
     async def _run(self) -> None:
         while True:
             self._woken.clear()
+            self.is_stepping = True
             try:
-                if await self._step():
-                    continue
+                has_worked = await self._step()
             except Exception as error:
                 _log.exception("a step failed", role=self._name)
                 self._on_error(error)
-                continue
-            await self._woken.wait()
+                has_worked = True
+            finally:
+                self.is_stepping = False
+            if not has_worked:
+                await self._woken.wait()
