@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import random
-import struct
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
+from support.bare_checkpoint import PROCESSOR, write_bare_checkpoint, write_weights
 from triptych.shared.checkpoint import ImageOptions, grid_thw, num_image_tokens, open_checkpoint, resized
 from triptych.shared.errors import BadRequest
 
@@ -23,40 +22,10 @@ MANY = [
     replace(OPTIONS, min_pixels=256 * 28 * 28, max_pixels=257 * 28 * 28),
 ]
 
-CONFIG: dict[str, Any] = {
-    "model_type": "qwen2_5_vl",
-    "image_token_id": 7,
-    "text_config": {"max_position_embeddings": 512, "eos_token_id": 2},
-}
-PROCESSOR: dict[str, Any] = {
-    "min_pixels": 3136,
-    "max_pixels": 200704,
-    "patch_size": 14,
-    "temporal_patch_size": 2,
-    "merge_size": 2,
-    "image_mean": [0.5, 0.5, 0.5],
-    "image_std": [0.25, 0.25, 0.25],
-}
-
-
-def _write_weights(path: Path, values: list[bytes], header: bytes | None = None) -> None:
-    offsets = [sum(len(value) for value in values[:index]) for index in range(len(values) + 1)]
-    tensors = {
-        f"w{index}": {"dtype": "U8", "shape": [len(value)], "data_offsets": offsets[index : index + 2]}
-        for index, value in enumerate(values)
-    }
-    header = json.dumps(tensors | {"__metadata__": {"format": "pt"}}).encode() if header is None else header
-    path.write_bytes(struct.pack("<Q", len(header)) + header + b"".join(values))
-
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    made = tmp_path / "my-model"
-    made.mkdir()
-    (made / "config.json").write_text(json.dumps(CONFIG))
-    (made / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
-    _write_weights(made / "model.safetensors", [bytes(10_000), bytes(10_000)])
-    return made
+    return write_bare_checkpoint(tmp_path / "my-model")
 
 
 def _change(path: Path, **changes: object) -> None:
@@ -148,7 +117,7 @@ def test_processor_config_of_newer_transformers(folder: Path) -> None:
 def test_revision_is_equal_for_equal_files_only(folder: Path, tmp_path: Path) -> None:
     first = open_checkpoint(str(folder)).revision
     assert open_checkpoint(str(folder)).revision == first
-    _write_weights(folder / "model.safetensors", [bytes(10_000), b"\1" + bytes(9_999)])
+    write_weights(folder / "model.safetensors", [bytes(10_000), b"\1" + bytes(9_999)])
     trained_further = open_checkpoint(str(folder)).revision
     _change(folder / "config.json", rope_theta=1)
     assert len({first, trained_further, open_checkpoint(str(folder)).revision}) == 3
@@ -156,7 +125,7 @@ def test_revision_is_equal_for_equal_files_only(folder: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize("header", [b"[]", b"{", b'{"w": {}}', b'{"w": 3}', b'{"w": {"data_offsets": []}}'])
 def test_broken_weights_are_refused(folder: Path, header: bytes) -> None:
-    _write_weights(folder / "model.safetensors", [], header)
+    write_weights(folder / "model.safetensors", [], header)
     with pytest.raises(BadRequest) as caught:
         open_checkpoint(str(folder))
     assert caught.value.code == "unsupported_model"

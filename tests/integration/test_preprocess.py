@@ -1,0 +1,426 @@
+"""The preprocess service on a real bus: pictures in by upload and by URL, pixels out by the transport, and nothing left over
+however a request ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import msgspec
+import numpy as np
+import pytest
+import torch
+from aiohttp import web
+from PIL import Image
+
+from support.bare_checkpoint import write_bare_checkpoint
+from support.nats_server import NatsServer
+from triptych.services.preprocess.app import PreprocessService
+from triptych.services.preprocess.decode import DecodeOptions, decode_image
+from triptych.shared.bus import Bus
+from triptych.shared.checkpoint import open_checkpoint
+from triptych.shared.errors import BadRequest, DeadlineExceeded, InstanceLost, Overloaded
+from triptych.shared.http_host import listening_socket, url_of
+from triptych.shared.messages import (
+    LOST_SUBJECT,
+    DrainRequest,
+    Event,
+    Heartbeat,
+    InstanceId,
+    Lost,
+    PreprocessReply,
+    PreprocessRequest,
+    ReleaseRequest,
+    RequestId,
+    TensorRef,
+)
+from triptych.shared.registry import Registry
+from triptych.shared.service import ServiceContext, ServiceHost
+from triptych.shared.settings import Settings
+from triptych.shared.transport.transport import InstanceTransport
+
+ROUTER = InstanceId("router-0-aaaaaaaa")
+PARAM = "messages.[0].content.[1].image_url"
+R1, R2 = RequestId("r1"), RequestId("r2")
+
+
+def _png(seed: int = 0, size: tuple[int, int] = (100, 60)) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+@dataclass(slots=True)
+class Preprocess:
+    """A running service and what a router and an encoder would do with it."""
+
+    service: PreprocessService
+    context: ServiceContext
+    bus: Bus
+    transport: InstanceTransport
+    http: httpx.AsyncClient
+    exited: asyncio.Task[int]
+
+    async def upload(self, data: bytes, request_id: RequestId = R1, path: str = "/media") -> httpx.Response:
+        headers = {"X-Request-Id": request_id, "X-Router-Id": ROUTER}
+        return await self.http.post(path, content=data, headers=headers)
+
+    async def ask(self, request_id: RequestId = R1, timeout_s: float = 20.0, **source: str) -> PreprocessReply:
+        request = PreprocessRequest(request_id, ROUTER, PARAM, timeout_s, **source)
+        reply = await self.bus.request(self.context.instance_id, request, 30)
+        assert isinstance(reply, PreprocessReply)
+        return reply
+
+    async def upload_and_ask(self, data: bytes, request_id: RequestId = R1) -> PreprocessReply:
+        answer = await self.upload(data, request_id)
+        assert answer.status_code == 200, answer.text
+        return await self.ask(request_id, media_id=answer.json()["media_id"])
+
+    async def pull(self, ref: TensorRef) -> torch.Tensor:
+        return await self.transport.pull(ref, self.service.report().transport, 10)
+
+    async def release(self, request_id: RequestId) -> None:
+        await self.bus.publish(self.context.instance_id, ReleaseRequest(request_id))
+
+    def left_over(self) -> tuple[int, int, int, int, int]:
+        report = self.service.report()
+        assert report.resources is not None
+        [load] = report.loads
+        used = report.resources
+        return load.num_waiting, load.num_running, used.num_leases, used.tensor_store_bytes, used.media_store_bytes
+
+    async def until(self, condition: Callable[[], object], what: str) -> None:
+        async with asyncio.timeout(10):
+            while not condition():  # noqa: ASYNC110 - looks from outside, through the service's own report
+                await asyncio.sleep(0.005)
+
+    async def until_empty(self) -> None:
+        await self.until(lambda: self.left_over() == (0, 0, 0, 0, 0) and self.service.is_idle(), "an empty service")
+
+
+@pytest.fixture(scope="module")
+def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    server = NatsServer(tmp_path_factory.mktemp("nats"), max_payload_bytes=64 * 1024)
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_bare_checkpoint(tmp_path_factory.mktemp("checkpoints") / "bare")
+
+
+Start = Callable[..., Awaitable[Preprocess]]
+
+
+@pytest.fixture
+async def start(nats_server: NatsServer, checkpoint: Path) -> AsyncIterator[Start]:
+    """start(**settings) -> a running Preprocess."""
+    async with AsyncExitStack() as stack:
+
+        async def begin(**overrides: object) -> Preprocess:
+            settings = Settings(model=str(checkpoint), nats_url=nats_server.url, **({"heartbeat_interval_s": 0.1} | overrides))
+            return await stack.enter_async_context(_running(settings))
+
+        yield begin
+
+
+@asynccontextmanager
+async def _running(settings: Settings) -> AsyncIterator[Preprocess]:
+    instance_id, encoder_id = InstanceId("preprocess-0-bbbbbbbb"), InstanceId("encoder-0-cccccccc")
+    service = PreprocessService(settings)
+    bus, client_bus = await Bus.connect(settings.nats_url, instance_id), await Bus.connect(settings.nats_url, encoder_id)
+    with closing(listening_socket("127.0.0.1", 0)) as listener:
+        registry = Registry(settings.heartbeat_timeout_s)
+        context = ServiceContext(settings, instance_id, "preprocess-0", bus, registry, url_of(listener), "127.0.0.1")
+        exited = asyncio.create_task(ServiceHost(context, service).run(listener))
+        transport = InstanceTransport(encoder_id, client_bus, "127.0.0.1", 1 << 20, mode=settings.transport)
+        await transport.start()
+        async with httpx.AsyncClient(base_url=context.http_url, trust_env=False, timeout=20) as http:
+            running = Preprocess(service, context, client_bus, transport, http, exited)
+            await running.until(lambda: context.lifecycle.state == "ready", "ready")
+            try:
+                yield running
+            finally:
+                context.lifecycle.begin_drain(exit=True)
+                service.on_router_lost(ROUTER)
+                assert await asyncio.wait_for(exited, 20) == 0
+                await transport.close()
+                await client_bus.close()
+                await bus.close()
+
+
+@pytest.fixture
+async def hanging_url() -> AsyncIterator[str]:
+    """A picture that never comes."""
+    go_on = asyncio.Event()
+
+    async def hang(request: web.BaseRequest) -> web.StreamResponse:
+        await asyncio.wait_for(go_on.wait(), 60)
+        return web.Response()
+
+    async with _site(hang) as url:
+        yield url
+        go_on.set()
+
+
+@asynccontextmanager
+async def _site(handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]) -> AsyncIterator[str]:
+    runner = web.ServerRunner(web.Server(handler), shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    yield f"http://127.0.0.1:{runner.addresses[0][1]}/a.png"
+    await runner.cleanup()
+
+
+# --- what comes out ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["shared_memory", "gloo"])
+async def test_uploaded_picture_becomes_pixels_and_identity(start: Start, checkpoint: Path, mode: str) -> None:
+    preprocess = await start(transport=mode)
+    opened = open_checkpoint(str(checkpoint))
+    expected = decode_image(_png(), DecodeOptions(opened.image, opened.revision, 1_000_000), PARAM)
+    reply = await preprocess.upload_and_ask(_png())
+    assert reply.image == expected.info
+    assert reply.pixels.shape == expected.pixels.shape
+    assert torch.equal(await preprocess.pull(reply.pixels), torch.from_numpy(expected.pixels))
+    assert (reply.time.stage, reply.time.instance_id) == ("preprocess", preprocess.context.instance_id)
+    assert reply.time.compute_s > 0
+    await preprocess.until_empty()
+
+
+async def test_url_is_downloaded(start: Start) -> None:
+    async def handler(request: web.BaseRequest) -> web.StreamResponse:
+        return web.Response(body=_png())
+
+    preprocess = await start(allow_private_media=True)
+    uploaded = await preprocess.upload_and_ask(_png())
+    async with _site(handler) as url:
+        downloaded = await preprocess.ask(R2, url=url)
+    assert downloaded.image == uploaded.image
+    assert downloaded.time.transfer_s > 0
+
+
+async def test_many_pictures_at_once(start: Start) -> None:
+    preprocess = await start()
+    ids = [RequestId(f"r{index}") for index in range(40)]
+    pictures = [_png(index, (30 + index, 200 - 3 * index)) for index in range(40)]
+    replies = await asyncio.gather(*(preprocess.upload_and_ask(*pair) for pair in zip(pictures, ids, strict=True)))
+    assert len({reply.image.mm_hash for reply in replies}) == 40
+    pulled = await asyncio.gather(*(preprocess.pull(reply.pixels) for reply in replies))
+    assert [tuple(pixels.shape) for pixels in pulled] == [reply.pixels.shape for reply in replies]
+    await preprocess.until_empty()
+
+
+async def test_long_prompt_is_leased_as_bytes(start: Start) -> None:
+    preprocess = await start()
+    blob = np.arange(20_000, dtype="<u4").tobytes()
+    answer = await preprocess.upload(blob, path="/blobs")
+    assert answer.status_code == 200
+    ref = msgspec.json.decode(answer.content, type=TensorRef)
+    assert (ref.shape, ref.dtype, ref.num_bytes) == ((80_000,), "uint8", 80_000)
+    pulled = await preprocess.pull(ref)
+    assert pulled.numpy().tobytes() == blob
+    await preprocess.until_empty()
+
+
+async def test_heartbeat_tells_what_is_held(start: Start) -> None:
+    preprocess = await start()
+    beats: list[Heartbeat] = []
+
+    def on_event(event: Event) -> None:
+        if isinstance(event, Heartbeat):
+            beats.append(event)
+
+    await preprocess.bus.listen("triptych.v1.heartbeat", on_event)
+    await preprocess.upload(_png())
+    reply = await preprocess.upload_and_ask(_png(), R2)
+    await preprocess.until(lambda: beats and beats[-1].resources.num_leases == 1, "a heartbeat with a lease")
+    beat = beats[-1]
+    assert beat.resources.tensor_store_bytes >= reply.pixels.num_bytes
+    assert beat.resources.media_store_bytes == len(_png())
+    assert (beat.loads[0].stage, beat.loads[0].num_waiting) == ("preprocess", 1)
+    assert beat.model is not None
+    assert (beat.model.name, beat.model.max_model_len) == ("bare", 512)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------------
+
+
+async def test_broken_picture_is_the_clients_fault_and_harms_nobody(start: Start) -> None:
+    preprocess = await start()
+    bad, good = await asyncio.gather(
+        preprocess.upload_and_ask(_png()[:-200], R1), preprocess.upload_and_ask(_png(), R2), return_exceptions=True
+    )
+    assert isinstance(bad, BadRequest)
+    assert (bad.code, bad.status, bad.param) == ("invalid_image", 400, PARAM)
+    assert isinstance(good, PreprocessReply)
+
+
+async def test_private_url_is_refused_by_default(start: Start, hanging_url: str) -> None:
+    preprocess = await start()
+    with pytest.raises(BadRequest) as caught:
+        await preprocess.ask(url=hanging_url)
+    assert (caught.value.code, caught.value.param) == ("image_download_failed", PARAM)
+    await preprocess.until_empty()
+
+
+async def test_unknown_upload_must_be_sent_again(start: Start) -> None:
+    preprocess = await start()
+    media_id = (await preprocess.upload(_png())).json()["media_id"]
+    for request_id, asked in ((R1, "0" * 32), (R2, media_id)):
+        with pytest.raises(InstanceLost) as caught:
+            await preprocess.ask(request_id, media_id=asked)
+        assert caught.value.code == "media_lost"
+
+
+async def test_request_without_a_source(start: Start) -> None:
+    preprocess = await start()
+    with pytest.raises(BadRequest):
+        await preprocess.ask()
+
+
+@pytest.mark.parametrize("path", ["/media", "/blobs"])
+async def test_upload_bounds(start: Start, path: str) -> None:
+    preprocess = await start(max_media_bytes=2000, media_store_bytes=1 << 16)
+    kept = [await preprocess.upload(bytes(2000), RequestId(f"r{index}")) for index in range(32)]
+    assert {answer.status_code for answer in kept} == {200}
+    too_large = await preprocess.upload(bytes(2001), path=path)
+    assert (too_large.status_code, too_large.json()["error"]["code"]) == (413, "image_too_large")
+    full = await preprocess.upload(bytes(2000), path=path)
+    assert (full.status_code, full.json()["error"]["kind"]) == (503, "overloaded")
+    for index in range(32):
+        await preprocess.release(RequestId(f"r{index}"))
+    await preprocess.until_empty()
+    assert (await preprocess.upload(bytes(2000), RequestId("after"), path)).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/media", "/blobs"])
+async def test_streamed_upload_over_the_bound_is_cut(start: Start, path: str) -> None:
+    """Without a Content-Length."""
+    preprocess = await start(max_media_bytes=2000)
+
+    async def body() -> AsyncIterator[bytes]:
+        for _ in range(100):
+            yield bytes(100)
+
+    headers = {"X-Request-Id": R1, "X-Router-Id": ROUTER}
+    answer = await preprocess.http.post(path, content=body(), headers=headers)
+    assert answer.status_code == 413
+    await preprocess.until_empty()
+
+
+@pytest.mark.parametrize(
+    "headers", [{}, {"X-Request-Id": "r1"}, {"X-Request-Id": "r 1", "X-Router-Id": "r"}, {"X-Router-Id": "r"}]
+)
+async def test_uploads_need_their_headers(start: Start, headers: dict[str, str]) -> None:
+    preprocess = await start()
+    answer = await preprocess.http.post("/media", content=b"x", headers=headers)
+    assert (answer.status_code, answer.json()["error"]["kind"]) == (400, "bad_request")
+
+
+async def test_empty_blob(start: Start) -> None:
+    preprocess = await start()
+    assert (await preprocess.upload(b"", path="/blobs")).status_code == 400
+
+
+async def test_upload_that_breaks_off_leaves_nothing(start: Start) -> None:
+    preprocess = await start()
+    _, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(preprocess.context.http_url).port)
+    head = f"POST /media HTTP/1.1\r\nHost: x\r\nX-Request-Id: r1\r\nX-Router-Id: {ROUTER}\r\nContent-Length: 1000\r\n\r\n"
+    writer.write(head.encode() + bytes(500))
+    await preprocess.until(lambda: preprocess.left_over()[4] == 500, "half of the body")
+    writer.close()
+    await preprocess.until_empty()
+
+
+async def test_waiting_is_bounded(start: Start, hanging_url: str) -> None:
+    preprocess = await start(allow_private_media=True, max_waiting=2)
+    hanging = [asyncio.create_task(preprocess.ask(RequestId(f"h{index}"), url=hanging_url)) for index in range(2)]
+    await preprocess.until(lambda: preprocess.left_over()[0] == 2, "two downloads")
+    with pytest.raises(Overloaded):
+        await preprocess.ask(url=hanging_url)
+    assert (await preprocess.upload(_png())).status_code == 503
+    for index, task in enumerate(hanging):
+        await preprocess.release(RequestId(f"h{index}"))
+        with pytest.raises(Overloaded):
+            await task
+    await preprocess.until_empty()
+
+
+# --- ends -------------------------------------------------------------------------------------------------------------------
+
+
+async def test_release_frees_everything_of_its_request_only(start: Start, hanging_url: str) -> None:
+    preprocess = await start(allow_private_media=True)
+    await preprocess.upload_and_ask(_png())
+    await preprocess.upload(_png())
+    await preprocess.upload(bytes(100), path="/blobs")
+    running = asyncio.create_task(preprocess.ask(url=hanging_url))
+    other = await preprocess.upload_and_ask(_png(), R2)
+    await preprocess.until(lambda: preprocess.left_over()[:3] == (2, 0, 3), "an upload, a download and three leases")
+    await preprocess.release(R1)
+    with pytest.raises(Overloaded) as caught:
+        await running
+    assert caught.value.code == "request_released"
+    await preprocess.until(lambda: preprocess.left_over()[:3] == (0, 0, 1), "only the other's lease")
+    await preprocess.pull(other.pixels)
+    await preprocess.until_empty()
+
+
+async def test_release_that_overtakes_its_request(start: Start) -> None:
+    preprocess = await start()
+    await preprocess.release(R1)
+    await preprocess.upload(_png(), R2)  # a round trip, after which the release is read
+    with pytest.raises(Overloaded):
+        await preprocess.ask(url="http://127.0.0.1/")
+    assert (await preprocess.upload(_png())).status_code == 503
+
+
+async def test_lost_router_frees_everything_it_held(start: Start, hanging_url: str) -> None:
+    preprocess = await start(allow_private_media=True)
+    await preprocess.upload_and_ask(_png())
+    await preprocess.upload(_png(), R2)
+    running = asyncio.create_task(preprocess.ask(RequestId("r3"), url=hanging_url))
+    await preprocess.until(lambda: preprocess.left_over()[:3] == (2, 0, 1), "an upload, a download and a lease")
+    await preprocess.bus.publish_event(LOST_SUBJECT, Lost(ROUTER, "router-0", -9, expected=False))
+    with pytest.raises(Overloaded):
+        await running
+    await preprocess.until_empty()
+
+
+async def test_deadline(start: Start, hanging_url: str) -> None:
+    preprocess = await start(allow_private_media=True)
+    with pytest.raises(DeadlineExceeded):
+        await preprocess.ask(url=hanging_url, timeout_s=0.2)
+    await preprocess.until_empty()
+
+
+async def test_lease_expires(start: Start) -> None:
+    """The backstop, when a router forgets to release."""
+    preprocess = await start()
+    media_id = (await preprocess.upload(_png())).json()["media_id"]
+    reply = await preprocess.ask(timeout_s=1.0, media_id=media_id)
+    await preprocess.until_empty()
+    with pytest.raises(InstanceLost):
+        await preprocess.pull(reply.pixels)
+
+
+async def test_draining_refuses_new_work_and_waits_for_what_is_leased(start: Start) -> None:
+    preprocess = await start()
+    reply = await preprocess.upload_and_ask(_png())
+    await preprocess.bus.request(preprocess.context.instance_id, DrainRequest(), 10)
+    with pytest.raises(Overloaded):
+        await preprocess.ask(R2, url="http://127.0.0.1/")
+    assert (await preprocess.upload(_png(), R2)).status_code == 503
+    assert not preprocess.exited.done()
+    assert (await preprocess.pull(reply.pixels)).shape == reply.pixels.shape
+    assert await asyncio.wait_for(asyncio.shield(preprocess.exited), 10) == 0
