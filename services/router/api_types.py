@@ -17,6 +17,7 @@ from triptych.shared.errors import BadRequest
 from triptych.shared.settings import Settings
 
 MAX_PARTS = 4096  # chosen: parts of one message; images and text have tighter bounds of their own
+MAX_NAME_CHARS = 512  # chosen: longer than any model's name
 MAX_OUTPUT_TOKENS = 1 << 31  # only to keep numbers sane: the context length is the real bound
 DEFAULT_TEMPERATURE = 1.0  # OpenAI's default
 
@@ -87,9 +88,10 @@ class StreamOptions(_Edge):
 
 
 class ChatCompletionRequest(_Edge):
-    """max_completion_tokens wins over max_tokens. temperature 0 is greedy. ignore_eos keeps generating to max_tokens."""
+    """model may be left out. max_completion_tokens wins over max_tokens. temperature 0 is greedy. ignore_eos keeps
+    generating to max_tokens."""
 
-    model: str = Field(min_length=1, max_length=512)
+    model: str = Field("", max_length=MAX_NAME_CHARS)
     messages: list[ChatMessage] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1, le=MAX_OUTPUT_TOKENS)
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_OUTPUT_TOKENS)
@@ -123,7 +125,8 @@ class ChatTurn:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A valid request, before anything was looked up. max_tokens None: whatever the context leaves."""
+    """A valid request, before anything was looked up. model "": whichever is served. max_tokens None: whatever the context
+    leaves."""
 
     model: str
     turns: tuple[ChatTurn, ...]
@@ -184,7 +187,7 @@ def _to_chat(request: ChatCompletionRequest, settings: Settings, max_text_chars:
         )
     if num_chars > max_text_chars:
         raise BadRequest(
-            f"the messages have {num_chars} characters, more than the model's context can hold",
+            f"the messages have {num_chars} characters, far more than fit in the model's context in tokens",
             code="context_length_exceeded",
             param="messages",
         )
@@ -207,7 +210,8 @@ def _first_problem(error: ValidationError) -> BadRequest:
     steps = [f"[{step}]" if isinstance(step, int) else str(step) for step in first["loc"]]
     path = ".".join(step for step in steps if not step.startswith("~"))
     if first["type"] == "union_tag_invalid":
-        message = "this kind of content part is not supported: use text or image_url"
+        kind = str(first.get("ctx", {}).get("tag", ""))[1:41]
+        message = f"a content part of type {kind} is not supported: use text or image_url"
     else:
         message = first["msg"]
     return BadRequest(f"{path}: {message}", param=path)

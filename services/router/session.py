@@ -113,9 +113,9 @@ class ChatSession:
     def _prepare_in_thread(self, body: bytes, max_chars: int) -> tuple[Chat, Job]:
         edge = self._edge
         chat = parse_chat(body, edge.settings, max_chars)
-        if chat.model != edge.model.name:
+        if chat.model not in ("", edge.model.name):
             raise BadRequest(
-                f"there is no such model here; the model is {edge.model.name}",
+                f"there is no model {chat.model} here; the model is {edge.model.name}",
                 code="model_not_found",
                 status=404,
                 param="model",

@@ -7,7 +7,15 @@ from typing import Any
 import httpx
 import msgspec
 
-from triptych.shared.errors import BadRequest, DeadlineExceeded, InstanceLost, InternalError, Overloaded, TriptychError
+from triptych.shared.errors import (
+    DeadlineExceeded,
+    InstanceLost,
+    InternalError,
+    Overloaded,
+    TriptychError,
+    WireError,
+    from_wire,
+)
 from triptych.shared.messages import Heartbeat, InstanceId, RequestId, TensorRef
 
 MAX_CONNECTIONS = 256  # chosen: uploads at once; one more waits for its turn
@@ -77,16 +85,8 @@ class Uploader:
 
 
 def _error(status: int, body: Any) -> TriptychError:
-    """The typed error that an upload was refused with."""
-    fields = body if isinstance(body, dict) else {}
-    message, code, param = (fields.get(name) for name in ("message", "code", "param"))
-    if status in (429, 503):
-        return Overloaded(str(message or "a preprocess instance is busy"))
-    if 400 <= status < 500:
-        return BadRequest(
-            str(message or "the media was refused"),
-            code=str(code or "invalid_image"),
-            status=status,
-            param=param if isinstance(param, str) else None,
-        )
-    return InternalError()
+    """What an upload was refused with: a WireError, or at least its status."""
+    try:
+        return from_wire(msgspec.convert(body, WireError))
+    except msgspec.ValidationError:
+        return Overloaded("a preprocess instance is busy") if status == 503 else InternalError()
