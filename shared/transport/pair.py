@@ -79,13 +79,13 @@ class Pair:
             raise pair_lost()
         raw = raw_bytes(destination)
 
-        def wait() -> None:
+        def wait_for_bytes() -> None:
             group.recv([raw], OWNER_RANK, transfer_id).wait(timedelta(seconds=max(timeout_s, 0.001)))
             if self.backend == "nccl":
                 torch.cuda.synchronize()
 
         try:
-            await in_thread(wait)
+            await in_thread(wait_for_bytes)
         except RuntimeError as error:
             raise pair_lost() from error
 

@@ -167,6 +167,7 @@ class InstanceTransport:
     # --- what we owe to those who pull from us ---------------------------------------------------------------------------
 
     async def on_pull(self, message: PullRequest) -> PullReply:
+        """Pin the tensor for the puller, and start to send it when the channel is a pair."""
         if message.channel not in ("shared_memory", "gloo", "nccl"):
             raise InternalError("a puller asks for an unknown channel", code="bad_channel")
         lease = await self._store.begin_pull(message)
@@ -226,6 +227,7 @@ class InstanceTransport:
     # --- the end ---------------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
+        """Ends all transfers and leases; every on_release has been called when this returns."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
