@@ -7,6 +7,7 @@ The only module that imports the roles. Torch and the weights are loaded on the 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -96,8 +97,9 @@ class InstanceService:
         self._housekeeping = asyncio.create_task(self._keep_house(), name="instance housekeeping")
 
     async def _open(self) -> HostContext:
-        await self._thread.run(_import_engine)
-        from triptych.services.engine_host import open_engine, open_host  # imports torch: see _import_engine
+        # Torch takes seconds to import: on the engine thread that blocks nobody. Later imports of it are look-ups.
+        await self._thread.run(importlib.import_module, "triptych.services.engine_host")
+        from triptych.services.engine_host import open_engine, open_host
 
         engine = await self._thread.run(open_engine, self._settings, num_threads(self._settings))
         return await open_host(self._frame, engine, self._thread, self._tasks)
@@ -155,7 +157,7 @@ class InstanceService:
 
     def report(self) -> Report:
         """This instance's part of its heartbeat."""
-        from triptych.services.engine_host import resources_of  # imports torch: see _import_engine
+        from triptych.services.engine_host import resources_of  # imports torch: see _open
 
         return Report(
             loads=tuple(role.load() for role in self._roles.values()),
@@ -185,7 +187,7 @@ class InstanceService:
 
     async def _check_integrity(self) -> None:
         """In a thread, since it takes long; void when work came meanwhile."""
-        from triptych.services.engine_host import integrity_error  # imports torch: see _import_engine
+        from triptych.services.engine_host import integrity_error  # imports torch: see _open
 
         num_handled = self._num_handled
         error = await asyncio.to_thread(integrity_error, self._context.engine.block_pool)
@@ -197,13 +199,8 @@ class InstanceService:
             _log.error("KV blocks are unaccounted for", error=error)
 
 
-def _import_engine() -> None:
-    """Import torch on the engine thread, where it takes seconds but blocks nobody; later imports of it are look-ups."""
-    import triptych.services.engine_host
-
-
 def _make_role(role: Role, context: HostContext) -> StageRole:
-    from triptych.services.decode.role import DecodeRole  # import torch: see _import_engine
+    from triptych.services.decode.role import DecodeRole  # import torch: see InstanceService._open
     from triptych.services.encoder.role import EncoderRole
     from triptych.services.prefill.role import PrefillRole
 

@@ -50,7 +50,7 @@ from triptych.shared.settings import Settings
 from triptych.shared.transport.transport import InstanceTransport
 
 ROUTER = InstanceId("router-0-test")
-WAIT_S = 20.0
+WAIT_S = 10.0
 
 
 async def until(condition: Callable[[], bool], what: str) -> None:

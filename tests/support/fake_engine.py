@@ -23,7 +23,7 @@ BLOCK_SIZE = 4
 EMBEDDING_SIZE = 2
 FIRST_TOKEN = 1000  # generated tokens are in [1000, 2000)
 DELTA_PER_IMAGE = 7
-GATE_TIMEOUT_S = 20.0
+GATE_TIMEOUT_S = 5.0
 
 
 def expected_tokens(slots: list[int], num_images: int, count: int) -> list[int]:

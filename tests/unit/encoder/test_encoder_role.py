@@ -58,8 +58,9 @@ async def test_pulled_pixels_are_bounded() -> None:
     for i in range(12):
         pixels = await cluster.put_pixels("e", i, f"r{i}")
         tasks.append(asyncio.create_task(cluster.encode("e", f"r{i}", pixels, num_tokens=5)))
-    await until(lambda: host.role.load().num_waiting == 11, "all are here")
-    assert len(host.role._queue) == 3
+    await until(lambda: host.role.load().num_waiting + host.role.load().num_running == 12, "all are here")
+    await until(host.engine.is_inside.is_set, "the first run")
+    await until(lambda: len(host.role._queue) + len(host.role._batch) == 4, "four are pulled")
     assert host.role.load().num_pending_tokens == 60
     host.engine.gate.set()
     await asyncio.gather(*tasks)
