@@ -108,6 +108,10 @@ class RequestTasks:
             if running.is_released and task.uncancel() <= running.num_cancelling_before:
                 raise _released() from None
             raise
+        else:
+            if running.is_released:  # the cancellation was swallowed on the way, as Python 3.11's wait_for does at times
+                task.uncancel()
+                raise _released()
         finally:
             self._forget(running)
 

@@ -108,6 +108,8 @@ class PreprocessService:
                 raise DeadlineExceeded from None
             finally:
                 self._num_preprocessing -= 1
+                if self._tasks.is_released(request.request_id):  # what was leased in the last moment
+                    self._transport.release_request(request.request_id)
 
     async def _run(self, request: PreprocessRequest) -> PreprocessReply:
         begun_at_s = time.monotonic()

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from triptych.cache.keys import mm_hash
+from triptych.services.preprocess.jpeg_scans import has_too_many_scans
 from triptych.shared.checkpoint import ImageOptions, grid_thw, num_image_tokens, resized
 from triptych.shared.errors import BadRequest
 from triptych.shared.messages import ImageInfo
@@ -24,6 +25,7 @@ HASH_PART_BYTES = 1 << 20  # chosen: hash strips of about 1 MB, so that a 64 Mpx
 EMPTY_TEXT = "the image is empty"
 UNKNOWN_TEXT = "the image has no known format: send a JPEG, PNG, WebP, GIF or BMP file"
 TOO_LARGE_TEXT = "the image has too many pixels: send a smaller one"
+SCANS_TEXT = "the image is a JPEG of too many scans: save it again as an ordinary one"
 BROKEN_TEXT = "the image cannot be decoded: the file is truncated or broken"
 
 _TRANSPOSE = {  # EXIF orientation -> what makes it upright (EXIF 2.3, 4.6.4)
@@ -105,6 +107,9 @@ def _open(encoded: bytes | bytearray, param: str) -> Image.Image:
         # run-length BMPs are decoded by a Python loop that keeps the interpreter lock for seconds; nobody sends them
         image.close()
         raise BadRequest(UNKNOWN_TEXT, code="invalid_image", param=param)
+    if image.format in ("JPEG", "MPO") and has_too_many_scans(encoded):
+        image.close()
+        raise BadRequest(SCANS_TEXT, code="invalid_image", param=param)
     return image
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable
 
 import pytest
@@ -28,7 +29,7 @@ async def _start(tasks: RequestTasks, request_id: RequestId, router_id: Instance
     return task
 
 
-async def _ends_released(task: Awaitable[None]) -> bool:
+async def _ends_released(task: Awaitable[object]) -> bool:
     with pytest.raises(Overloaded) as caught:
         await asyncio.wait_for(task, 5)
     return caught.value.code == "request_released"
@@ -92,6 +93,25 @@ async def test_release_and_outer_cancellation_together_stay_a_cancellation() -> 
     with pytest.raises(asyncio.CancelledError):
         await task
     assert tasks.num_running == 0
+
+
+async def test_swallowed_cancellation_still_ends_released() -> None:
+    """A block that loses the cancellation must not hand out what the release can no longer free."""
+    tasks = RequestTasks()
+
+    async def work(started: asyncio.Event) -> int:
+        with tasks.track(R1, ROUTER_A):
+            started.set()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.get_running_loop().create_future()
+        return 1
+
+    started = asyncio.Event()
+    task = asyncio.create_task(work(started))
+    await started.wait()
+    tasks.cancel(R1)
+    assert await _ends_released(task)
+    assert task.cancelling() == 0
 
 
 async def test_cancel_router_spares_other_routers() -> None:

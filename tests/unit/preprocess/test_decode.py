@@ -305,7 +305,7 @@ def test_run_length_bitmaps_are_refused() -> None:
     assert _refusal(bytes(encoded)).code == "invalid_image"
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     format=st.sampled_from(FORMATS),
     edits=st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 255)), min_size=1, max_size=12),
