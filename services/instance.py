@@ -50,16 +50,13 @@ _log = structlog.get_logger(__name__)
 
 
 def make_service(settings: Settings, roles: Sequence[Role]) -> ServiceApp:
-    """An instance with these roles. Sets the process's thread variables: torch must not have been imported yet."""
-    os.environ["OMP_NUM_THREADS"] = str(num_threads(settings))
-    # Spinning threads of several instances on few cores take each other's time.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    """An instance with these roles."""
     return InstanceService(settings, tuple(roles))
 
 
 def num_threads(settings: Settings) -> int:
-    """Torch threads of one instance."""
-    return settings.threads or max(1, len(os.sched_getaffinity(0)) // settings.engine_instances)
+    """Torch threads of one instance. The command line has set OMP_NUM_THREADS, by the same rule, before torch is loaded."""
+    return settings.threads or int(os.environ.get("OMP_NUM_THREADS") or 1)
 
 
 class InstanceService:

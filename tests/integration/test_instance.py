@@ -1,0 +1,262 @@
+"""Instances with the tiny checkpoint on a real NATS server: encode, prefill and decode by hand-made messages."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import pytest
+import torch
+
+from support.own_nats import OwnNats
+from triptych.services.instance import InstanceService, make_service
+from triptych.shared.bus import Bus
+from triptych.shared.checkpoint import Checkpoint, grid_thw, num_image_tokens, open_checkpoint
+from triptych.shared.engine.api import Chunk, ImageSpan, Sequence
+from triptych.shared.engine.torch_engine import TorchEngine, load_engine
+from triptych.shared.messages import (
+    HEARTBEAT_SUBJECT,
+    Accepted,
+    DecodeRequest,
+    EncodeReply,
+    EncodeRequest,
+    Event,
+    Heartbeat,
+    ImageInfo,
+    InstanceId,
+    InstanceRequest,
+    Message,
+    PlacedImage,
+    PrefillReply,
+    PrefillRequest,
+    PromptTokens,
+    ReleaseRequest,
+    RequestId,
+    Resources,
+    Role,
+    SamplingParams,
+    TokenBatch,
+    TransportAddress,
+    stream_subject,
+)
+from triptych.shared.registry import Registry
+from triptych.shared.service import ServiceContext
+from triptych.shared.settings import Settings
+from triptych.shared.transport.transport import InstanceTransport
+
+ROUTER = InstanceId("router-0-test")
+TIMEOUT_S = 60.0
+M = TypeVar("M", bound=Message)
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    end_s = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < end_s, f"not within {TIMEOUT_S} s: {what}"
+        await asyncio.sleep(0.005)
+
+
+class Peer:
+    """A process's worth of bus, registry and transport: an instance's, or the test's own."""
+
+    def __init__(self, name: str, settings: Settings, bus: Bus) -> None:
+        self.registry = Registry(heartbeat_timeout_s=3600.0)
+        self.context = ServiceContext(settings, InstanceId(name), name, bus, self.registry, "", "127.0.0.1")
+
+    async def join(self) -> None:
+        await self.context.bus.listen(HEARTBEAT_SUBJECT, lambda event: self.registry.on_event(event, time.monotonic()))
+
+    async def beat(self, roles: tuple[Role, ...], address: TransportAddress) -> None:
+        name = self.context.instance_id
+        beat = Heartbeat(name, name, "instance", "ready", roles, "", 1.0, "", (), Resources(0, 0), None, address)
+        await self.context.bus.publish_event(HEARTBEAT_SUBJECT, beat)
+
+
+class Router:
+    """What a router does, by hand: sends one request through the stages, keeps what is streamed."""
+
+    def __init__(self, peer: Peer, checkpoint: Checkpoint) -> None:
+        self.peer, self.checkpoint = peer, checkpoint
+        self.instances: dict[str, InstanceService] = {}
+        self.streams: dict[str, list[Any]] = {}
+        self.transport: InstanceTransport
+        self._count = itertools.count()
+
+    async def start(self, settings: Settings) -> None:
+        bus, name = self.peer.context.bus, self.peer.context.instance_id
+        self.transport = InstanceTransport(name, bus, "127.0.0.1", settings.tensor_store_bytes, settings.transport)
+        await self.transport.start()
+        await self.peer.join()
+        await bus.serve(name, self._serve)
+        await bus.listen(stream_subject(ROUTER), self._on_tokens)
+
+    async def _serve(self, request: InstanceRequest) -> Message | None:
+        """The test holds the pixels, as preprocess does."""
+        owner: Any = self.transport
+        match type(request).__name__:
+            case "PullRequest":
+                return cast(Message, await owner.on_pull(request))
+            case "PairRequest":
+                return cast(Message, await owner.on_pair(request))
+            case "PullDone":
+                owner.on_pull_done(request)
+        return None
+
+    def _on_tokens(self, event: Event) -> None:
+        assert isinstance(event, TokenBatch)
+        for chunk in event.chunks:
+            self.streams.setdefault(chunk.request_id, []).append(chunk)
+
+    async def ask(self, name: str, message: Message, kind: type[M]) -> M:
+        reply = await self.peer.context.bus.request(InstanceId(name), message, TIMEOUT_S)
+        assert isinstance(reply, kind), reply
+        return reply
+
+    async def generate(self, stages: tuple[str, str, str], case: Case) -> list[int]:
+        """encoder, prefill, decode; the output's tokens."""
+        encoder, prefill, decode = stages
+        request_id = RequestId(f"r{next(self._count)}")
+        placed = []
+        for offset, (image, pixels) in case.images.items():
+            ref = await self.transport.put(pixels, request_id, TIMEOUT_S)
+            encode = EncodeRequest(request_id, ROUTER, image, ref, TIMEOUT_S)
+            placed.append(PlacedImage(image, offset, (await self.ask(encoder, encode, EncodeReply)).embeddings))
+        prompt = await self._prompt(case.token_ids, request_id)
+        request = PrefillRequest(request_id, ROUTER, prompt, tuple(placed), case.sampling, TIMEOUT_S)
+        reply = await self.ask(prefill, request, PrefillReply)
+        assert reply.kv is not None
+        num_prompt_tokens = len(case.token_ids)
+        await self.ask(
+            decode,
+            DecodeRequest(request_id, ROUTER, reply.kv, reply.first_token, num_prompt_tokens, case.sampling, TIMEOUT_S),
+            Accepted,
+        )
+        await until(lambda: self._is_ended(request_id), f"{request_id} ends")
+        for name in set(stages):
+            await self.peer.context.bus.publish(InstanceId(name), ReleaseRequest(request_id))
+        chunks = self.streams[request_id]
+        assert chunks[-1].error is None, chunks[-1]
+        return [reply.first_token, *(token for chunk in chunks for token in chunk.token_ids)]
+
+    async def _prompt(self, token_ids: list[int], request_id: RequestId) -> PromptTokens:
+        data = b"".join(token.to_bytes(4, "little") for token in token_ids)
+        if len(token_ids) % 2:
+            return PromptTokens(len(token_ids), inline=data)
+        leased: TensorRef = await self.transport.put(
+            torch.frombuffer(bytearray(data), dtype=torch.uint8), request_id, TIMEOUT_S
+        )
+        return PromptTokens(len(token_ids), leased=leased)
+
+    def _is_ended(self, request_id: str) -> bool:
+        chunks = self.streams.get(request_id, [])
+        return bool(chunks) and (chunks[-1].finish_reason is not None or chunks[-1].error is not None)
+
+
+class Case:
+    """A prompt with pictures at random places, and a direct engine run of it."""
+
+    def __init__(self, seed: int, checkpoint: Checkpoint, temperature: float = 0.0) -> None:
+        rng = torch.Generator().manual_seed(seed)
+        self.sampling = SamplingParams(12, temperature=temperature, seed=seed, ignore_eos=True)
+        self.token_ids: list[int] = []
+        self.images: dict[int, tuple[ImageInfo, torch.Tensor]] = {}
+        for part in range(1 + seed % 3):
+            if part:
+                image, pixels = _picture(rng, checkpoint)
+                self.images[len(self.token_ids)] = image, pixels
+                self.token_ids += [checkpoint.image_token_id] * image.num_tokens
+            num_text = int(torch.randint(3, 40, (1,), generator=rng))
+            self.token_ids += torch.randint(0, 1000, (num_text,), generator=rng).tolist()
+
+    def run(self, engine: TorchEngine) -> list[int]:
+        """Alone and whole, on one engine."""
+        infos, pixels = [one for one, _ in self.images.values()], [one for _, one in self.images.values()]
+        embeddings = engine.encode(infos, pixels) if infos else []
+        spans = [ImageSpan(o, i, e) for o, i, e in zip(self.images, infos, embeddings, strict=True)]
+        sequence = Sequence(RequestId("direct"), list(self.token_ids), len(self.token_ids), self.sampling, spans)
+        total = len(self.token_ids) + self.sampling.max_tokens
+        sequence.block_table = engine.block_pool.allocate(-(-total // engine.block_size))
+        engine.prepare(sequence)
+        while sequence.num_output_tokens < self.sampling.max_tokens:
+            [token] = engine.run([Chunk(sequence, len(sequence.token_ids) - sequence.num_computed_tokens)])
+            assert token is not None
+            sequence.token_ids.append(token)
+        engine.block_pool.free(sequence.block_table)
+        return sequence.token_ids[len(self.token_ids) :]
+
+
+def _picture(rng: torch.Generator, checkpoint: Checkpoint) -> tuple[ImageInfo, torch.Tensor]:
+    unit = checkpoint.image.patch_size * checkpoint.image.merge_size
+    height, width = (unit * int(n) for n in torch.randint(2, 5, (2,), generator=rng))
+    grid = grid_thw(height, width, checkpoint.image)
+    pixels = torch.randint(0, 256, (height, width, 3), generator=rng, dtype=torch.uint8)
+    return ImageInfo(b"", height, width, grid, num_image_tokens(grid, checkpoint.image)), pixels
+
+
+@pytest.fixture
+async def router(tiny_checkpoint: Path, tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Router]:
+    """Three instances: `ep` encodes and prefills, `d` decodes, `all` does everything. All blocks are free at the end."""
+    transport = getattr(request, "param", "auto")
+    settings = Settings(
+        model=str(tiny_checkpoint), kv_cache_bytes=1 << 20, tensor_store_bytes=16 << 20, max_prefill_tokens=24,
+        threads=1, transport=transport,
+    )  # fmt: skip
+    async with AsyncExitStack() as stack:
+        nats = await OwnNats.start(tmp_path)
+        stack.callback(nats.stop)
+        peers: list[Peer] = []
+        for name in ("test", "ep", "d", "all"):
+            bus = await Bus.connect(nats.url, name)
+            stack.push_async_callback(bus.close)
+            peers.append(Peer(name, settings, bus))
+        router = Router(peers[0], open_checkpoint(str(tiny_checkpoint)))
+        await router.start(settings)
+        stack.push_async_callback(router.transport.close)
+        roles: list[tuple[Role, ...]] = [("encoder", "prefill"), ("decode",), ("encoder", "prefill", "decode")]
+        for peer, its in zip(peers[1:], roles, strict=True):
+            service = cast(InstanceService, make_service(settings, its))
+            await peer.join()
+            await service.start(peer.context)
+            stack.push_async_callback(service.stop)
+            await peer.context.bus.serve(peer.context.instance_id, service.handle)
+            router.instances[peer.context.instance_id] = service
+        await router.peer.beat((), router.transport.address)
+        for peer, service in zip(peers[1:], router.instances.values(), strict=True):
+            report = service.report()
+            assert report.transport is not None
+            await peer.beat(report.roles, report.transport)
+        await until(lambda: all(len(peer.registry.all()) == len(peers) for peer in peers), "all know each other")
+        yield router
+        for name, service in router.instances.items():
+            await until(service.is_idle, f"{name} is idle")
+            report = service.report()
+            assert report.resources is not None
+            assert report.resources.num_free_blocks == report.resources.num_blocks > 0
+            service._context.engine.block_pool.check_integrity()
+
+
+@pytest.mark.parametrize("router", ["auto", "gloo"], indirect=True)
+async def test_three_stages_equal_a_direct_run(router: Router, tiny_checkpoint: Path) -> None:
+    """Split over two instances, alone in one, and mixed; alone and all at once; greedy and sampled."""
+    engine = load_engine(router.checkpoint, Settings(kv_cache_bytes=1 << 20))
+    cases = [Case(seed, router.checkpoint, temperature=0.8 * (seed % 2)) for seed in range(6)]
+    expected = [case.run(engine) for case in cases]
+    assert await router.generate(("ep", "ep", "d"), cases[2]) == expected[2]
+    assert await router.generate(("all", "all", "all"), cases[2]) == expected[2]
+    ways = [("ep", "ep", "d"), ("all", "all", "all"), ("ep", "all", "d"), ("all", "ep", "all")]
+    pairs = [(way, i) for way in ways for i in range(len(cases))]
+    outputs = await asyncio.gather(*(router.generate(way, cases[i]) for way, i in pairs))
+    assert outputs == [expected[i] for _, i in pairs]
+
+
+async def test_many_requests_in_little_memory(router: Router) -> None:
+    """More than the pools hold at once: prompts wait, sequences are preempted, tokens stay the same."""
+    cases = [Case(seed, router.checkpoint) for seed in range(24)]
+    alone = [await router.generate(("ep", "ep", "d"), case) for case in cases]
+    for way in (("ep", "ep", "d"), ("all", "all", "all")):
+        assert await asyncio.gather(*(router.generate(way, case) for case in cases)) == alone
