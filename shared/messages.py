@@ -46,9 +46,6 @@ class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True, forbid_
     """Base of all messages: tagged by class name, unknown fields ignored so that versions can differ by a field."""
 
 
-# --- data that several messages carry ----------------------------------------------------------------------------------
-
-
 class TensorRef(msgspec.Struct, frozen=True):
     """A tensor leased in its owner's store, to be pulled over the transport.
     shape and dtype (`uint8`, `float32`, `bfloat16`, ...) describe the contiguous tensor; num_bytes is its exact size.
@@ -267,9 +264,6 @@ InstanceRequest = _Work | _Transfer | DrainRequest | StatusRequest | LaunchReque
 
 class ErrorReply(Message, frozen=True):
     error: WireError
-
-
-# --- events, published ----------------------------------------------------------------------------------------------------
 
 
 class TokenChunk(msgspec.Struct, frozen=True, omit_defaults=True):

