@@ -135,6 +135,11 @@ class TensorStore:
             self._end(lease)
         self._settle(lease)
 
+    def is_pulled(self, tensor_id: TensorId, key: PullKey) -> bool:
+        """That transfer is under way."""
+        lease = self._leases.get(tensor_id) or self._ending.get(tensor_id)
+        return lease is not None and key in lease.pulls
+
     def view(self, lease: Lease) -> torch.Tensor:
         """The bytes of a pinned lease, 1-D uint8."""
         return self._arena.view(self.offset_of(lease), lease.num_bytes)

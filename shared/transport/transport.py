@@ -178,16 +178,18 @@ class InstanceTransport:
             if lease.num_bytes:
                 await self._pullers.send(message, self._store.view(lease), min(message.timeout_s, self._transfer_timeout_s))
         except BaseException:
-            self._spawn(self._finish(message.tensor_id, key, release=False))
+            self._spawn(self._finish(message.tensor_id, key))
             raise
         return PullReply()
 
     def on_pull_done(self, message: PullDone) -> None:
         key = PullKey(message.puller, message.transfer_id)
-        if self._pullers.has(message.puller):
-            self._spawn(self._finish(message.tensor_id, key, message.release))
-        else:
+        if not self._pullers.has(message.puller):
             self._store.end_pull(message.tensor_id, key, message.release)
+        elif self._store.is_pulled(message.tensor_id, key):
+            if message.release:
+                self._store.release(message.tensor_id)  # nobody finds it from now on; its room follows
+            self._spawn(self._finish(message.tensor_id, key))
 
     async def on_pair(self, message: PairRequest) -> Accepted:
         self._pullers.accept(message, min(message.timeout_s, self._transfer_timeout_s))
@@ -205,10 +207,10 @@ class InstanceTransport:
             for tensor_id, key in self._store.pulls(instance_id):
                 self._store.end_pull(tensor_id, key, release=False)
 
-    async def _finish(self, tensor_id: TensorId, key: PullKey, release: bool) -> None:
+    async def _finish(self, tensor_id: TensorId, key: PullKey) -> None:
         """Over torch.distributed the memory is free only after the send is."""
         await self._pullers.finish(key.puller, key.transfer_id)
-        self._store.end_pull(tensor_id, key, release)
+        self._store.end_pull(tensor_id, key, release=False)
 
     async def _give_up(self, puller: InstanceId, pulls: list[tuple[TensorId, PullKey]]) -> None:
         await self._pullers.drop(puller)

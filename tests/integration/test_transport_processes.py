@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import pytest_asyncio
 import torch
 
 from support.transport import CHILD, PARENT, REQUEST, Frame, Order, PipePlane, pattern, until
@@ -26,7 +27,7 @@ from triptych.shared.transport.loopback import handle
 from triptych.shared.transport.transport import InstanceTransport
 
 TESTS = Path(__file__).resolve().parents[1]
-CAPACITY_BYTES = 160 << 20
+CAPACITY_BYTES = 80 << 20
 
 
 class Processes:
@@ -98,7 +99,7 @@ async def two_processes(mode: str, timeout_s: float = 15.0) -> AsyncIterator[Pro
         child.stdin.close()
 
 
-@pytest.fixture(params=["shared_memory", "gloo"])
+@pytest_asyncio.fixture(params=["shared_memory", "gloo"], scope="module", loop_scope="module")
 async def processes(request: pytest.FixtureRequest) -> AsyncIterator[Processes]:
     async with two_processes(request.param) as both:
         yield both
@@ -115,6 +116,7 @@ async def quickly(awaitable: Awaitable[Any], within_s: float = 3.0) -> Any:
     return await asyncio.wait_for(awaitable, within_s)
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_tensors_cross(processes: Processes) -> None:
     for num_bytes, dtype in ((1, "uint8"), (0, "float32"), (6_002, "bfloat16"), (40_000, "int64"), (64 << 20, "float32")):
         await processes.check(num_bytes, dtype)
@@ -126,6 +128,7 @@ async def test_tensors_cross(processes: Processes) -> None:
     await until(lambda: processes.transport.usage() == (0, CAPACITY_BYTES, 0))
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_simultaneous_pulls_both_ways(processes: Processes) -> None:
     transport = processes.transport
 
@@ -139,6 +142,7 @@ async def test_simultaneous_pulls_both_ways(processes: Processes) -> None:
     transport.check_integrity()
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_few_threads(processes: Processes) -> None:
     for _ in range(3):
         await processes.check(1 << 20)
@@ -146,6 +150,7 @@ async def test_few_threads(processes: Processes) -> None:
     assert num_threads <= 16, f"{num_threads} threads in a process with one pair"
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_nothing_listens_on_all_interfaces(processes: Processes) -> None:
     await processes.check()
     for pid in (os.getpid(), processes.child.pid):
@@ -154,6 +159,7 @@ async def test_nothing_listens_on_all_interfaces(processes: Processes) -> None:
         assert hosts <= {"127.0.0.1"}
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_stale_and_lying_references(processes: Processes) -> None:
     ref, address = await processes.put(1000)
     for lie in ({"num_bytes": 64 << 20, "shape": (64 << 20,)}, {"num_bytes": 10, "shape": (10,)}, {"num_bytes": 2000}):
@@ -167,15 +173,18 @@ async def test_stale_and_lying_references(processes: Processes) -> None:
     await processes.check()
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_a_full_store_refuses_then_takes_again(processes: Processes) -> None:
-    ref, address = await processes.put(150 << 20)
+    ref, address = await processes.put(70 << 20)
     with pytest.raises(Overloaded):
         await processes.put(20 << 20)
     await processes.transport.pull(ref, address, 15.0)
     await processes.check(20 << 20)
 
 
-async def test_owner_killed_before_it_answers(processes: Processes) -> None:
+@pytest.mark.parametrize("mode", ["shared_memory", "gloo"])
+async def test_owner_killed_before_it_answers(make: Callable[..., Awaitable[Processes]], mode: str) -> None:
+    processes = await make(mode)
     await processes.check()
     ref, address = await processes.put(4, do="lazy_kill")
     with pytest.raises(InstanceLost):
@@ -208,6 +217,7 @@ async def test_owner_forgotten_while_we_receive(make: Callable[..., Awaitable[Pr
     await processes.check()
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_stopped_owner_ends_in_time_and_works_again(processes: Processes) -> None:
     await processes.check()
     ref, address = await processes.put(1000)

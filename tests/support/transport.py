@@ -77,8 +77,9 @@ async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
 
 def pattern(num_bytes: int, dtype: str) -> torch.Tensor:
     """Bytes that both sides can make, as 1-D dtype (compare as bytes: some are NaN)."""
-    numbers = torch.arange(num_bytes, dtype=torch.int64) * 2654435761 % 251
-    return shaped(numbers.to(torch.uint8), (num_bytes // DTYPES[dtype].itemsize,), DTYPES[dtype])
+    period = torch.arange(251, dtype=torch.uint8)  # prime: a shifted or torn block differs
+    numbers = period.repeat(-(-num_bytes // 251))[:num_bytes].contiguous()
+    return shaped(numbers, (num_bytes // DTYPES[dtype].itemsize,), DTYPES[dtype])
 
 
 class PipePlane:
@@ -166,7 +167,7 @@ class Peer:
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
         pipe, protocol = await loop.connect_write_pipe(lambda: asyncio.streams.FlowControlMixin(loop=loop), sys.stdout)
         plane = PipePlane(reader, asyncio.StreamWriter(pipe, protocol, None, loop), self._handle)
-        self._transport = InstanceTransport(CHILD, plane, "127.0.0.1", 160 << 20, self._mode, self._timeout_s)
+        self._transport = InstanceTransport(CHILD, plane, "127.0.0.1", 80 << 20, self._mode, self._timeout_s)
         await self._transport.start()
         await plane.run()
 
