@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+
 from support.cases import random_case
 from support.cluster import MAX_BODY_BYTES, Cluster
 from support.reference import Reference

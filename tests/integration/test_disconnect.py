@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+
 from support.cases import Case, random_case
 from support.client import ask, session
 from support.cluster import Cluster
@@ -16,7 +17,7 @@ from support.reference import Reference
 from support.watch import Watch
 
 FREE_WITHIN_S = 2.0  # the acceptance bound
-NUM_TOKENS = 1500  # far more than are made before the client leaves
+NUM_TOKENS = 4000  # far more than are made before the client leaves
 IO_TIMEOUT_S = 30.0
 
 

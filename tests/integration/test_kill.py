@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import aiohttp
 import pytest
+
 from support.cases import Case, random_case
 from support.client import Answer, ask, session
 from support.cluster import Cluster, wait_for

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 import pytest
+
 from support.cases import Case, random_case
 from support.client import ask, ask_all, session
 from support.cluster import Cluster

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Any
 
 import httpx
 import openai
 import pytest
-from support.cases import Case, random_case
+
+from support.cases import MODEL, random_case
 from support.cluster import Cluster
 from support.reference import Reference
 
@@ -20,19 +20,10 @@ async def client(cluster: Cluster) -> AsyncIterator[openai.AsyncOpenAI]:
         yield made
 
 
-async def model_id(client: openai.AsyncOpenAI) -> str:
-    [model] = (await client.models.list()).data
-    assert model.object == "model"
-    return str(model.id)
-
-
-def request(case: Case, model: str, **fields: Any) -> dict[str, Any]:
-    return {**case.body(), "model": model, **fields}
-
-
 async def test_models(client: openai.AsyncOpenAI) -> None:
-    name = await model_id(client)
-    assert (await client.models.retrieve(name)).id == name
+    [model] = (await client.models.list()).data
+    assert (model.id, model.object) == (MODEL, "model")
+    assert (await client.models.retrieve(MODEL)).id == MODEL
     with pytest.raises(openai.NotFoundError):
         await client.models.retrieve("another")
 
@@ -41,7 +32,7 @@ async def test_models(client: openai.AsyncOpenAI) -> None:
 async def test_an_answer(client: openai.AsyncOpenAI, reference: Reference, num_pictures: int) -> None:
     case = random_case(5000, num_pictures)
     expected = reference.answer(case)
-    answer = await client.chat.completions.create(**request(case, await model_id(client)))
+    answer = await client.chat.completions.create(**case.body())
     [choice] = answer.choices
     assert (choice.message.content, choice.finish_reason) == (expected.text, expected.finish_reason)
     assert choice.message.role == "assistant"
@@ -56,9 +47,7 @@ async def test_an_answer(client: openai.AsyncOpenAI, reference: Reference, num_p
 async def test_a_stream_with_usage(client: openai.AsyncOpenAI, reference: Reference) -> None:
     case = random_case(5001, 2)
     expected = reference.answer(case)
-    stream = await client.chat.completions.create(
-        **request(case, await model_id(client), stream=True, stream_options={"include_usage": True})
-    )
+    stream = await client.chat.completions.create(**case.body(stream=True, stream_options={"include_usage": True}))
     chunks = [chunk async for chunk in stream]
     assert chunks[0].choices[0].delta.role == "assistant"
     assert len({chunk.id for chunk in chunks}) == 1
@@ -72,7 +61,7 @@ async def test_a_stream_with_usage(client: openai.AsyncOpenAI, reference: Refere
 
 
 async def test_a_stream_without_usage(client: openai.AsyncOpenAI) -> None:
-    stream = await client.chat.completions.create(**request(random_case(5002, 0), await model_id(client), stream=True))
+    stream = await client.chat.completions.create(**random_case(5002, 0).body(stream=True))
     chunks = [chunk async for chunk in stream]
     assert all("usage" not in chunk.model_dump(exclude_unset=True) for chunk in chunks)
     assert all(len(chunk.choices) == 1 for chunk in chunks)
@@ -81,7 +70,7 @@ async def test_a_stream_without_usage(client: openai.AsyncOpenAI) -> None:
 async def test_leaving_a_stream_early(client: openai.AsyncOpenAI) -> None:
     """The cluster fixture then checks that nothing is held."""
     case = random_case(5003, 1)
-    stream = await client.chat.completions.create(**request(case, await model_id(client), stream=True, max_tokens=1000))
+    stream = await client.chat.completions.create(**case.body(stream=True, max_tokens=1000))
     async for chunk in stream:
         if chunk.choices[0].delta.content:
             break

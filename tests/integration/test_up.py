@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from support.cases import chat, random_case
 from support.client import ask, session
 from support.cluster import Cluster, wait_for
@@ -18,7 +19,7 @@ from support.watch import Watch
 
 MAX_READY_S = 30.0  # the acceptance bound, on 2 cores
 MAX_PSS_BYTES = 3_000_000_000  # the acceptance bound, tiny checkpoint
-MAX_OUTPUT_TOKENS = 1500
+MAX_OUTPUT_TOKENS = 800
 
 
 def pss_bytes(process: psutil.Process) -> int:

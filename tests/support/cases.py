@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+MODEL = "tiny"  # as every test cluster calls its model
 SAID = (
     "What is in this picture and how many red boxes does it show next to the second one from the left "
     "Ein Bild sagt mehr als tausend Worte naïve café Übung 图片 里 有 什么 кошка 🐈 x=3.14; [42] (a|b) \\n \t -- END ?! 0007"
@@ -56,9 +57,9 @@ class Case:
         return [part for message in self.messages for part in message.parts if isinstance(part, Picture)]
 
     def body(self, **fields: Any) -> dict[str, Any]:
-        """A greedy request, without a model's name: the server has one. `fields` are added or win."""
+        """A greedy request. `fields` are added or win."""
         messages = [{"role": message.role, "content": message.content()} for message in self.messages]
-        return {"messages": messages, "max_tokens": self.max_tokens, "temperature": 0, **fields}
+        return {"model": MODEL, "messages": messages, "max_tokens": self.max_tokens, "temperature": 0, **fields}
 
     def key(self) -> str:
         return hashlib.sha256(json.dumps(self.body(), sort_keys=True).encode()).hexdigest()[:32]

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from PIL import Image
-from support.cases import Case
-from support.client import Answer
 from transformers import AutoTokenizer, GenerationConfig, Qwen2_5_VLForConditionalGeneration, Qwen2VLImageProcessorPil
 
+from support.cases import Case
+from support.client import Answer
 from triptych.shared.checkpoint import open_checkpoint
 
 TIE_GAP = 1e-4  # design.md: results depend a little on batch shape, 1e-7 to 1e-6 relative
