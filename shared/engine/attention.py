@@ -19,6 +19,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from triptych.shared.engine.api import Chunk
+from triptych.shared.engine.kv_cache import KvCache
 
 ATTENTION_NAME = "triptych_paged"
 _GROUP_SLACK_TOKENS = 128  # chosen: contexts that differ by less are padded to one length rather than run apart
@@ -42,17 +43,17 @@ class AttentionPart:
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
     """What all layers need to know of one forward pass. order: index into the chunks given, in packed order; slots: int64
-    [T], where each token's KV goes; caches: key and value cache [num_blocks, block_size, K, H] of each layer."""
+    [T], where each token's KV goes."""
 
     order: list[int]
     slots: torch.Tensor
     parts: list[AttentionPart]
-    caches: list[tuple[torch.Tensor, torch.Tensor]]
+    kv: KvCache
 
 
-def plan_batch(chunks: Seq[Chunk], caches: list[tuple[torch.Tensor, torch.Tensor]], dtype: torch.dtype) -> BatchPlan:
+def plan_batch(chunks: Seq[Chunk], kv: KvCache) -> BatchPlan:
     """Order the chunks, and find out where each token's KV goes and what it attends to."""
-    device, block_size = caches[0][0].device, caches[0][0].shape[1]
+    block_size = kv.block_size
     num_ctx = [chunk.sequence.num_computed_tokens + chunk.num_tokens for chunk in chunks]
     singles = sorted((i for i, chunk in enumerate(chunks) if chunk.num_tokens == 1), key=lambda i: -num_ctx[i])
     longer = [i for i, chunk in enumerate(chunks) if chunk.num_tokens > 1]
@@ -60,16 +61,16 @@ def plan_batch(chunks: Seq[Chunk], caches: list[tuple[torch.Tensor, torch.Tensor
     for group in _groups(singles, num_ctx):
         begin = parts[-1].end if parts else 0
         tables = [chunks[i].sequence.block_table for i in group]
-        parts.append(_plan_group(begin, tables, [num_ctx[i] for i in group], block_size, device, dtype))
+        parts.append(_plan_group(begin, tables, [num_ctx[i] for i in group], kv))
     for i in longer:
         begin = parts[-1].end if parts else 0
-        parts.append(_plan_chunk(begin, chunks[i], block_size, device, dtype))
+        parts.append(_plan_chunk(begin, chunks[i], kv))
     slots: list[int] = []
     for i in singles + longer:
         table = chunks[i].sequence.block_table
         start = chunks[i].sequence.num_computed_tokens
         slots.extend(table[p // block_size] * block_size + p % block_size for p in range(start, num_ctx[i]))
-    return BatchPlan(singles + longer, torch.tensor(slots, device=device), parts, caches)
+    return BatchPlan(singles + longer, torch.tensor(slots, device=kv.device), parts, kv)
 
 
 def _groups(singles: list[int], num_ctx: list[int]) -> list[list[int]]:
@@ -83,28 +84,26 @@ def _groups(singles: list[int], num_ctx: list[int]) -> list[list[int]]:
     return groups
 
 
-def _plan_group(
-    begin: int, tables: list[list[int]], num_ctx: list[int], block_size: int, device: torch.device, dtype: torch.dtype
-) -> AttentionPart:
-    num_blocks = -(-num_ctx[0] // block_size)  # the longest comes first
+def _plan_group(begin: int, tables: list[list[int]], num_ctx: list[int], kv: KvCache) -> AttentionPart:
+    num_blocks = -(-num_ctx[0] // kv.block_size)  # the longest comes first
     padded = [(table + [0] * (num_blocks - len(table)))[:num_blocks] for table in tables]
-    block_ids = torch.tensor(padded, device=device).flatten()
-    slot = torch.arange(num_blocks * block_size, device=device)
-    masked_BS = slot[None, :] >= torch.tensor(num_ctx, device=device)[:, None]
-    mask = torch.zeros(masked_BS.shape, dtype=dtype, device=device).masked_fill_(masked_BS, float("-inf"))
+    block_ids = torch.tensor(padded, device=kv.device).flatten()
+    slot = torch.arange(num_blocks * kv.block_size, device=kv.device)
+    masked_BS = slot[None, :] >= torch.tensor(num_ctx, device=kv.device)[:, None]
+    mask = torch.zeros(masked_BS.shape, dtype=kv.dtype, device=kv.device).masked_fill_(masked_BS, float("-inf"))
     return AttentionPart(begin, begin + len(tables), True, block_ids, mask[:, None, None, :])
 
 
-def _plan_chunk(begin: int, chunk: Chunk, block_size: int, device: torch.device, dtype: torch.dtype) -> AttentionPart:
+def _plan_chunk(begin: int, chunk: Chunk, kv: KvCache) -> AttentionPart:
     start, end = chunk.sequence.num_computed_tokens, begin + chunk.num_tokens
     if start == 0:
         return AttentionPart(begin, end, False, None, None)
-    num_blocks = -(-(start + chunk.num_tokens) // block_size)
-    block_ids = torch.tensor(chunk.sequence.block_table[:num_blocks], device=device)
-    slot = torch.arange(num_blocks * block_size, device=device)
-    index = torch.arange(start, start + chunk.num_tokens, device=device)
+    num_blocks = -(-(start + chunk.num_tokens) // kv.block_size)
+    block_ids = torch.tensor(chunk.sequence.block_table[:num_blocks], device=kv.device)
+    slot = torch.arange(num_blocks * kv.block_size, device=kv.device)
+    index = torch.arange(start, start + chunk.num_tokens, device=kv.device)
     masked_TS = slot[None, :] > index[:, None]
-    mask = torch.zeros(masked_TS.shape, dtype=dtype, device=device).masked_fill_(masked_TS, float("-inf"))
+    mask = torch.zeros(masked_TS.shape, dtype=kv.dtype, device=kv.device).masked_fill_(masked_TS, float("-inf"))
     return AttentionPart(begin, end, False, block_ids, mask)
 
 
@@ -120,11 +119,8 @@ def paged_attention(
     kwargs: `scaling`, and the BatchPlan as `plan`."""
     plan: BatchPlan = kwargs["plan"]
     scale: float = kwargs["scaling"]
-    key_cache, value_cache = plan.caches[int(module.layer_idx)]  # type: ignore[arg-type]
-    num_kv_heads, head_size = key.shape[1], key.shape[3]
-    slot_shape = (-1, num_kv_heads, head_size)
-    key_cache.view(slot_shape).index_copy_(0, plan.slots, key[0].transpose(0, 1))
-    value_cache.view(slot_shape).index_copy_(0, plan.slots, value[0].transpose(0, 1))
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    plan.kv.write(layer, plan.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
     outputs = []
     for part in plan.parts:
         query_part = query[0, :, part.begin : part.end]  # [N, T, H]
@@ -132,13 +128,11 @@ def paged_attention(
             keys, values = key[0, :, part.begin : part.end], value[0, :, part.begin : part.end]
             outputs.append(_attend_chunk(query_part, keys, values, None, scale))
             continue
-        keys_paged = key_cache.index_select(0, part.block_ids)  # [B * num_blocks, block_size, K, H]
-        values_paged = value_cache.index_select(0, part.block_ids)
+        keys_SKH, values_SKH = plan.kv.gather(layer, part.block_ids)
         if part.is_group:
-            outputs.append(_attend_group(query_part, keys_paged, values_paged, part, scale))
+            outputs.append(_attend_group(query_part, keys_SKH, values_SKH, part, scale))
         else:
-            keys, values = keys_paged.view(slot_shape).transpose(0, 1), values_paged.view(slot_shape).transpose(0, 1)
-            outputs.append(_attend_chunk(query_part, keys, values, part.mask, scale))
+            outputs.append(_attend_chunk(query_part, keys_SKH.transpose(0, 1), values_SKH.transpose(0, 1), part.mask, scale))
     output_TNH = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return output_TNH.unsqueeze(0), None
 
@@ -149,7 +143,7 @@ def _attend_group(
     """One token each of B sequences. The G query heads of a kv head see the same context under the same mask, so they
     stand as G queries of one head: no copies of keys. Returns [B, N, H]."""
     num_heads, batch, head_size = query_NBH.shape
-    num_kv_heads = keys.shape[2]
+    num_kv_heads = keys.shape[1]
     query_BKGH = query_NBH.transpose(0, 1).reshape(batch, num_kv_heads, num_heads // num_kv_heads, head_size)
     keys_BKSH = keys.view(batch, -1, num_kv_heads, head_size).transpose(1, 2)
     values_BKSH = values.view(batch, -1, num_kv_heads, head_size).transpose(1, 2)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence as Seq
 
-import numpy as np
 import torch
 
 from triptych.shared.checkpoint import Checkpoint
 from triptych.shared.engine.api import Chunk, Sequence
 from triptych.shared.engine.attention import BatchPlan, plan_batch
+from triptych.shared.engine.kv_cache import KvCache
 from triptych.shared.engine.paged_kv import BlockPool
 from triptych.shared.engine.positions import check_chunk, check_prompt, chunk_positions
 from triptych.shared.engine.qwen2_5_vl import Qwen25VL
@@ -46,7 +46,7 @@ def load_engine(checkpoint: Checkpoint, settings: Settings) -> TorchEngine:
 
 
 class TorchEngine:
-    """Implements Engine. Blocks of the KV cache: [num_layers, 2, num_blocks, block_size, num_kv_heads, head_size]."""
+    """Implements Engine."""
 
     def __init__(self, model: Qwen25VL, checkpoint: Checkpoint, settings: Settings) -> None:
         self._model = model
@@ -54,13 +54,13 @@ class TorchEngine:
         self._dtype = _DTYPES[settings.dtype]
         self._device = torch.device(settings.device)
         self.block_size = settings.block_size
-        block_bytes = self._dtype.itemsize * math.prod(self.exported_shape(1)[0])
+        layout = (model.num_layers, 2, 1, self.block_size, model.num_kv_heads, model.head_size)
+        block_bytes = self._dtype.itemsize * math.prod(layout)
         num_blocks = settings.kv_cache_bytes // block_bytes
         if num_blocks < 1:
             raise BadRequest(f"kv_cache_bytes is less than one KV block, {block_bytes} bytes", code="bad_setting")
         self.block_pool = BlockPool(num_blocks)
-        self._kv = _zeros(self.exported_shape(num_blocks)[0], self._dtype, self._device)
-        self._caches = [(layer[0], layer[1]) for layer in self._kv]
+        self._kv = KvCache((*layout[:2], num_blocks, *layout[3:]), self._dtype, self._device)
         limits = [checkpoint.max_position_embeddings, num_blocks * self.block_size, settings.max_model_len]
         self.model_card = ModelCard(
             name=checkpoint.name,
@@ -100,7 +100,7 @@ class TorchEngine:
     def run(self, chunks: Seq[Chunk]) -> list[int | None]:
         for chunk in chunks:
             check_chunk(chunk, self.block_size)
-        plan = plan_batch(chunks, self._caches, self._dtype)
+        plan = plan_batch(chunks, self._kv)
         embeds_TD, positions_3T = self._inputs(chunks, plan)
         hidden_TD = self._model.forward(embeds_TD, positions_3T, plan)
         tokens = self._sample(chunks, plan, hidden_TD)
@@ -110,29 +110,14 @@ class TorchEngine:
 
     @torch.inference_mode()
     def export_blocks(self, block_ids: Seq[int], out: torch.Tensor | None = None) -> torch.Tensor:
-        shape, dtype = self.exported_shape(len(block_ids))
-        if out is None:
-            out = torch.empty(shape, dtype=dtype, device=self._device)
-        elif tuple(out.shape) != shape or out.dtype != dtype:
-            raise InternalError(f"KV export of {dtype} {shape} into {out.dtype} {tuple(out.shape)}")
-        index = torch.tensor(block_ids, dtype=torch.int64, device=self._device)
-        if out.device == self._device and out.is_contiguous():
-            torch.index_select(self._kv, 2, index, out=out)
-        else:
-            out.copy_(self._kv.index_select(2, index))
-        return out
+        return self._kv.export(block_ids, out)
 
     @torch.inference_mode()
     def import_blocks(self, blocks: torch.Tensor, block_ids: Seq[int]) -> None:
-        shape, dtype = self.exported_shape(len(block_ids))
-        if tuple(blocks.shape) != shape or blocks.dtype != dtype:
-            raise InternalError(f"KV import of {blocks.dtype} {tuple(blocks.shape)} where {dtype} {shape} fits")
-        index = torch.tensor(block_ids, dtype=torch.int64, device=self._device)
-        self._kv.index_copy_(2, index, blocks.to(self._device))
+        self._kv.import_(blocks, block_ids)
 
     def exported_shape(self, num_blocks: int) -> tuple[tuple[int, ...], torch.dtype]:
-        model = self._model
-        return (model.num_layers, 2, num_blocks, self.block_size, model.num_kv_heads, model.head_size), self._dtype
+        return self._kv.exported_shape(num_blocks), self._dtype
 
     def _inputs(self, chunks: Seq[Chunk], plan: BatchPlan) -> tuple[torch.Tensor, torch.Tensor]:
         """Embeddings [T, D], with images in place of their placeholders, and rotary positions [3, T], in packed order."""
@@ -173,12 +158,3 @@ class TorchEngine:
             for i, token in zip(finished, sampled, strict=True):
                 tokens[i] = token
         return tokens
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros, and on the CPU ones that take no memory until they are written: torch.zeros touches every page. They must be
-    zeros since masked slots are still multiplied, and a NaN there would spread."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    flat = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
-    return torch.from_numpy(flat).view(dtype).view(shape)
