@@ -30,7 +30,7 @@ def read_source(image: ImageInput, max_media_bytes: int) -> ImageSource:
     Raises:
         BadRequest: the URL's scheme is not data, http or https, or a data: URL is broken or holds too much.
     """
-    scheme = image.url[:8].split(":", 1)[0].strip().lower()
+    scheme = image.url[:16].partition(":")[0].strip().lower() if ":" in image.url[:16] else ""
     if scheme == "data":
         content = decode_data_url(image.url.strip(), image.param)
         if len(content) > max_media_bytes:

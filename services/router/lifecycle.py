@@ -89,7 +89,7 @@ class Lifecycle:
 
     def move(self, phase: Phase) -> None:
         """Go on to `phase`. Raises ValueError when that isn't a step that a request can take."""
-        if phase not in _NEXT[self.phase]:
+        if phase not in _NEXT.get(self.phase, set()):
             raise ValueError(f"a request cannot go from {self.phase.value} to {phase.value}")
         self.phase = phase
 

@@ -1,0 +1,62 @@
+"""Text comes out whole: pieces join to the decoded output, no character is cut, and little is held back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from support.fake_stages import SPECIAL, write_toy_checkpoint
+from triptych.services.router.detokenizer import Detokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder: Path = write_toy_checkpoint(tmp_path_factory.mktemp("toy"))
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def pieces_of(tokenizer: Tokenizer, token_ids: list[int], step: int) -> list[str]:
+    detokenizer = Detokenizer(tokenizer)
+    pieces = [detokenizer.push(token_ids[i : i + step]) for i in range(0, len(token_ids), step)]
+    return [*pieces, detokenizer.finish()]
+
+
+@given(text=st.text(max_size=40), step=st.integers(1, 4))
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_pieces_of_text_join_and_no_character_is_cut(tokenizer: Tokenizer, text: str, step: int) -> None:
+    pieces = pieces_of(tokenizer, tokenizer.encode(text, add_special_tokens=False).ids, step)
+    assert "".join(pieces) == text
+    for piece in pieces:
+        assert piece.count("\ufffd") <= text.count("\ufffd")
+
+
+@given(data=st.data(), step=st.integers(1, 4))
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_pieces_of_any_tokens_join_to_what_they_decode_to(tokenizer: Tokenizer, data: st.DataObject, step: int) -> None:
+    """Random models make bytes that are no text at all."""
+    token_ids = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), max_size=60))
+    assert "".join(pieces_of(tokenizer, token_ids, step)) == tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+def test_an_unfinished_character_waits_for_its_rest(tokenizer: Tokenizer) -> None:
+    first, *rest = tokenizer.encode("🎉", add_special_tokens=False).ids
+    detokenizer = Detokenizer(tokenizer)
+    assert detokenizer.push([first]) == ""
+    assert detokenizer.push(rest) == "🎉"
+
+
+def test_endless_broken_bytes_do_not_pile_up(tokenizer: Tokenizer) -> None:
+    [broken] = [id_ for id_ in range(300) if tokenizer.decode([id_]) == "\ufffd"][:1]
+    detokenizer = Detokenizer(tokenizer)
+    told = sum(len(detokenizer.push([broken])) for _ in range(200))
+    assert told >= 195
+
+
+def test_special_tokens_are_not_text(tokenizer: Tokenizer) -> None:
+    special = [tokenizer.token_to_id(text) for text in SPECIAL]
+    ids = tokenizer.encode("ab", add_special_tokens=False).ids
+    assert "".join(pieces_of(tokenizer, special * 50 + ids + special, 1)) == "ab"

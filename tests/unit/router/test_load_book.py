@@ -1,0 +1,95 @@
+"""How loaded instances look to the router: heartbeats, and dispatches that they don't tell of yet."""
+
+from __future__ import annotations
+
+from triptych.services.router.load_book import InstanceView, LoadBook
+from triptych.shared.messages import Heartbeat, InstanceId, Lost, ModelCard, Resources, StageLoad
+from triptych.shared.registry import Registry
+
+A = InstanceId("encoder-0-a")
+
+
+def beat(num_pending_tokens: int = 0, revision: str = "rev", num_waiting: int = 0) -> Heartbeat:
+    return Heartbeat(
+        instance_id=A,
+        name="encoder-0",
+        service="instance",
+        state="ready",
+        roles=("encoder", "decode"),
+        http_url="",
+        interval_s=0.5,
+        host="here",
+        loads=(StageLoad("encoder", num_waiting=num_waiting, num_pending_tokens=num_pending_tokens),),
+        resources=Resources(pid=1, num_threads=1, num_free_blocks=10, num_cached_blocks=5),
+        model=ModelCard("m", revision, 100),
+    )
+
+
+def book_of(registry: Registry) -> LoadBook:
+    book = LoadBook(registry, "rev", block_size=16)
+    registry.on_lost(book.on_lost)
+    return book
+
+
+def test_a_heartbeat_alone() -> None:
+    registry = Registry(3.0)
+    registry.on_event(beat(num_pending_tokens=70, num_waiting=2), 0.0)
+    assert book_of(registry).views("encoder") == [InstanceView(A, 2, 70, 15)]
+    assert book_of(registry).views("prefill") == []
+
+
+def test_dispatches_since_the_heartbeat_count_on_top_and_fade_into_the_next() -> None:
+    registry = Registry(3.0)
+    registry.on_event(beat(num_pending_tokens=70), 0.0)
+    book = book_of(registry)
+    with book.hold(A, "encoder", 100):
+        assert book.views("encoder")[0].num_pending_tokens == 170
+        registry.on_event(beat(num_pending_tokens=165), 0.5)  # tells of ours already
+        assert book.views("encoder")[0].num_pending_tokens == 165
+        registry.on_event(beat(num_pending_tokens=0), 1.0)  # taken before ours arrived there
+        assert book.views("encoder")[0].num_pending_tokens == 100
+        with book.hold(A, "encoder", 7):
+            assert book.views("encoder")[0].num_requests == 2
+    assert len(book) == 0
+
+
+def test_work_done_since_the_heartbeat_is_taken_off() -> None:
+    registry = Registry(3.0)
+    book = book_of(registry)
+    registry.on_event(beat(), 0.0)
+    with book.hold(A, "encoder", 1):
+        with book.hold(A, "encoder", 100):
+            registry.on_event(beat(num_pending_tokens=120), 0.5)
+            assert book.views("encoder")[0].num_pending_tokens == 120
+        assert book.views("encoder")[0].num_pending_tokens == 20
+
+
+def test_blocks_of_what_was_dispatched() -> None:
+    registry = Registry(3.0)
+    registry.on_event(beat(), 0.0)
+    book = book_of(registry)
+    with book.hold(A, "decode", 40):
+        assert book.views("decode")[0].num_free_blocks == 13
+
+
+def test_suspects_are_left_out_until_they_beat_again() -> None:
+    registry = Registry(3.0)
+    registry.on_event(beat(), 0.0)
+    book = book_of(registry)
+    book.suspect(A)
+    assert book.views("encoder") == []
+    registry.on_event(beat(), 0.5)
+    assert len(book.views("encoder")) == 1
+    book.suspect(A)
+    registry.on_event(Lost(A, "encoder-0", 1, expected=False), 0.6)
+    assert book.views("encoder") == []
+    assert not book._suspects
+
+
+def test_refusals_and_other_models_are_left_out() -> None:
+    registry = Registry(3.0)
+    registry.on_event(beat(), 0.0)
+    book = book_of(registry)
+    assert book.views("encoder", leave_out=[A]) == []
+    registry.on_event(beat(revision="other"), 0.5)
+    assert book.views("encoder") == []
