@@ -147,10 +147,8 @@ class Router:
         data = b"".join(token.to_bytes(4, "little") for token in token_ids)
         if len(token_ids) % 2:
             return PromptTokens(len(token_ids), inline=data)
-        leased: TensorRef = await self.transport.put(
-            torch.frombuffer(bytearray(data), dtype=torch.uint8), request_id, TIMEOUT_S
-        )
-        return PromptTokens(len(token_ids), leased=leased)
+        stored = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return PromptTokens(len(token_ids), leased=await self.transport.put(stored, request_id, TIMEOUT_S))
 
     def _is_ended(self, request_id: str) -> bool:
         chunks = self.streams.get(request_id, [])
@@ -160,9 +158,9 @@ class Router:
 class Case:
     """A prompt with pictures at random places, and a direct engine run of it."""
 
-    def __init__(self, seed: int, checkpoint: Checkpoint, temperature: float = 0.0) -> None:
+    def __init__(self, seed: int, checkpoint: Checkpoint, temperature: float = 0.0, max_tokens: int = 12) -> None:
         rng = torch.Generator().manual_seed(seed)
-        self.sampling = SamplingParams(12, temperature=temperature, seed=seed, ignore_eos=True)
+        self.sampling = SamplingParams(max_tokens, temperature=temperature, seed=seed, ignore_eos=True)
         self.token_ids: list[int] = []
         self.images: dict[int, tuple[ImageInfo, torch.Tensor]] = {}
         for part in range(1 + seed % 3):
@@ -201,11 +199,8 @@ def _picture(rng: torch.Generator, checkpoint: Checkpoint) -> tuple[ImageInfo, t
 @pytest.fixture
 async def router(tiny_checkpoint: Path, tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Router]:
     """Three instances: `ep` encodes and prefills, `d` decodes, `all` does everything. All blocks are free at the end."""
-    transport = getattr(request, "param", "auto")
-    settings = Settings(
-        model=str(tiny_checkpoint), kv_cache_bytes=1 << 20, tensor_store_bytes=16 << 20, max_prefill_tokens=24,
-        threads=1, transport=transport,
-    )  # fmt: skip
+    given: dict[str, Any] = {"kv_cache_bytes": 1 << 20, "block_size": 16} | getattr(request, "param", {})
+    settings = Settings(model=str(tiny_checkpoint), tensor_store_bytes=16 << 20, max_prefill_tokens=24, threads=1, **given)
     async with AsyncExitStack() as stack:
         nats = await OwnNats.start(tmp_path)
         stack.callback(nats.stop)
@@ -240,7 +235,7 @@ async def router(tiny_checkpoint: Path, tmp_path: Path, request: pytest.FixtureR
             service._context.engine.block_pool.check_integrity()
 
 
-@pytest.mark.parametrize("router", ["auto", "gloo"], indirect=True)
+@pytest.mark.parametrize("router", [{"transport": "auto"}, {"transport": "gloo"}], indirect=True, ids=["auto", "gloo"])
 async def test_three_stages_equal_a_direct_run(router: Router, tiny_checkpoint: Path) -> None:
     """Split over two instances, alone in one, and mixed; alone and all at once; greedy and sampled."""
     engine = load_engine(router.checkpoint, Settings(kv_cache_bytes=1 << 20))
@@ -254,9 +249,12 @@ async def test_three_stages_equal_a_direct_run(router: Router, tiny_checkpoint: 
     assert outputs == [expected[i] for _, i in pairs]
 
 
+@pytest.mark.parametrize("router", [{"kv_cache_bytes": 288 << 10, "block_size": 4}], indirect=True, ids=["48 blocks"])
 async def test_many_requests_in_little_memory(router: Router) -> None:
     """More than the pools hold at once: prompts wait, sequences are preempted, tokens stay the same."""
-    cases = [Case(seed, router.checkpoint) for seed in range(24)]
+    cases = [Case(seed, router.checkpoint, max_tokens=24) for seed in range(16)]
     alone = [await router.generate(("ep", "ep", "d"), case) for case in cases]
     for way in (("ep", "ep", "d"), ("all", "all", "all")):
         assert await asyncio.gather(*(router.generate(way, case) for case in cases)) == alone
+    decode: Any = router.instances["d"]._roles["decode"]
+    assert decode.num_preemptions > 0
