@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from triptych.services.launcher.child import ChildSpec
 from triptych.shared.errors import BadRequest
@@ -69,10 +70,10 @@ def child_env(settings: Settings, base: Mapping[str, str]) -> dict[str, str]:
     return env
 
 
-def serve_spec(slot: PlannedSlot, settings: Settings, port: int | None, instance_id: InstanceId) -> ChildSpec:
-    """How to start one stage. port: None for a free one."""
+def serve_spec(slot: PlannedSlot, settings: Settings, port: int | None, instance_id: InstanceId, temp_dir: Path) -> ChildSpec:
+    """How to start one stage. port: None for a free one. temp_dir: for its temporary files (torch leaves some behind)."""
     command = [sys.executable, "-m", "triptych.services.cli", "serve", slot.stage, "--name", slot.name]
     command += ["--instance-id", instance_id]
     if port is not None:
         command += ["--port", str(port)]
-    return ChildSpec(slot.name, tuple(command), child_env(settings, os.environ))
+    return ChildSpec(slot.name, tuple(command), {**child_env(settings, os.environ), "TMPDIR": str(temp_dir)})
