@@ -93,5 +93,5 @@ def _max_bytes(chunk: TokenChunk) -> int:
         size += TIME_BYTES + len(chunk.time.stage) + len(chunk.time.instance_id)
     if chunk.error is not None:
         error = chunk.error
-        size += TIME_BYTES + len(error.message.encode()) + len(error.code) + len(error.param or "")
+        size += TIME_BYTES + sum(len(text.encode()) for text in (error.message, error.code, error.param or ""))
     return size

@@ -229,3 +229,13 @@ async def test_work_of_a_role_that_is_not_here_is_refused() -> None:
     assert (await error_of(cluster.encode("p", "r", pixels))).code == "stage_unavailable"
     await cluster.release("r")
     await cluster.stop()
+
+
+async def test_blocks_that_nobody_owns_are_noticed_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triptych.services.instance.HOUSEKEEPING_S", 0.005)
+    cluster, host = await start()
+    lost = host.pool.allocate(2)
+    await cluster.prefill("p", text_request("r", [1], 1))
+    await until(lambda: host._integrity_failures._value.get() == 1, "the check told of it")
+    host.pool.free(lost)
+    await cluster.stop(is_clean=False)

@@ -1,0 +1,81 @@
+"""The decode outbox: one batch per router and step, each under the bus's limit, in order; a slow bus holds the loop."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.fake_cluster import FakeBus, until
+from triptych.services.decode import outbox as outbox_module
+from triptych.services.decode.outbox import Outbox, batches
+from triptych.shared.errors import WireError
+from triptych.shared.messages import (
+    MAX_PAYLOAD_BYTES,
+    InstanceId,
+    RequestId,
+    StageTime,
+    TokenBatch,
+    TokenChunk,
+    encode,
+    stream_subject,
+)
+
+ME = InstanceId("decode-0-5f3a2c1b")
+
+errors = st.builds(
+    WireError, st.just("internal"), st.text(max_size=50), st.text(max_size=500), st.integers(400, 599), st.text(max_size=90)
+)
+times = st.builds(StageTime, st.just("decode"), st.just(ME), *[st.floats(0, 1e9)] * 3)
+chunks = st.builds(
+    TokenChunk,
+    request_id=st.integers(0, 10**30).map(str).map(RequestId),
+    seq=st.integers(0, 1 << 40),
+    token_ids=st.lists(st.integers(0, (1 << 32) - 1), max_size=200).map(tuple),
+    error=st.none() | errors,
+    time=st.none() | times,
+)
+
+
+@given(st.lists(chunks, max_size=5), st.integers(1, 120))
+def test_batches_stay_under_the_limit(made: list[TokenChunk], repeat: int) -> None:
+    sent = list(batches(ME, made * repeat))
+    assert [chunk for batch in sent for chunk in batch.chunks] == made * repeat
+    sizes = [len(encode(batch)) for batch in sent]  # raises over the limit
+    assert all(size <= MAX_PAYLOAD_BYTES for size in sizes)
+
+
+async def test_a_step_makes_one_batch_per_router() -> None:
+    bus = FakeBus()
+    outbox = Outbox(ME, bus.publish_event)
+    outbox.start()
+    a, b = InstanceId("router-a"), InstanceId("router-b")
+    for i in range(3):
+        outbox.add(a, TokenChunk(RequestId(f"r{i}"), 1, (i,)))
+    outbox.add(b, TokenChunk(RequestId("other"), 1, (9,)))
+    await until(outbox.is_empty, "all is sent")
+    [batch] = bus.events[stream_subject(a)]
+    assert isinstance(batch, TokenBatch)
+    assert [chunk.token_ids for chunk in batch.chunks] == [(0,), (1,), (2,)]
+    assert len(bus.events[stream_subject(b)]) == 1
+    await outbox.stop()
+
+
+async def test_a_slow_bus_holds_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox_module, "MAX_WAITING_CHUNKS", 3)
+    bus = FakeBus()
+    bus.is_open.clear()
+    outbox = Outbox(ME, bus.publish_event)
+    outbox.start()
+    for i in range(3):
+        outbox.add(InstanceId("router-a"), TokenChunk(RequestId("r"), i, (i,)))
+    await bus.is_blocked.wait()
+    waiting = asyncio.create_task(outbox.has_room())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    bus.is_open.set()
+    await asyncio.wait_for(waiting, 5)
+    assert outbox.is_empty()
+    await outbox.stop()

@@ -1,0 +1,106 @@
+"""EngineThread and the isolation of failures: order, cancellation, one bad item."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+
+import pytest
+
+from triptych.shared.engine.isolate import as_typed, each_alone
+from triptych.shared.engine.loop import StepLoop
+from triptych.shared.engine.thread import EngineThread
+from triptych.shared.errors import BadRequest, InternalError
+
+TIMEOUT_S = 5.0
+
+
+async def test_calls_run_in_order_on_one_thread_off_the_loop() -> None:
+    thread = EngineThread()
+    seen: list[tuple[int, int]] = []
+    await asyncio.gather(*(thread.run(lambda i=i: seen.append((i, threading.get_ident()))) for i in range(20)))
+    assert [i for i, _ in seen] == list(range(20))
+    assert len({ident for _, ident in seen}) == 1
+    assert seen[0][1] != threading.get_ident()
+    thread.close()
+
+
+async def test_a_cancelled_caller_leaves_after_its_call() -> None:
+    """Even when it is cancelled twice; a call that has not begun is dropped."""
+    thread = EngineThread()
+    gate, begun, done = threading.Event(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        assert gate.wait(TIMEOUT_S)
+        done.set()
+
+    running = asyncio.create_task(thread.run(work))
+    queued = asyncio.create_task(thread.run(lambda: pytest.fail("it was dropped")))
+    await asyncio.to_thread(begun.wait, TIMEOUT_S)
+    for _ in range(2):
+        running.cancel()
+        queued.cancel()
+        await asyncio.sleep(0)
+    assert not running.done()
+    gate.set()
+    results = await asyncio.gather(running, queued, return_exceptions=True)
+    assert [type(result) for result in results] == [asyncio.CancelledError] * 2
+    assert done.is_set()
+    thread.close()
+
+
+async def test_an_exception_comes_out() -> None:
+    thread = EngineThread()
+    with pytest.raises(ZeroDivisionError):
+        await thread.run(lambda: 1 // 0)
+    thread.close()
+
+
+def test_one_bad_item_fails_alone() -> None:
+    calls: list[list[int]] = []
+
+    def halve(items: Sequence[int]) -> list[float]:
+        calls.append(list(items))
+        return [10 / item for item in items]
+
+    first, second, third = each_alone(halve, [5, 0, 2])
+    assert (first, third) == (2.0, 5.0)
+    assert isinstance(second, ZeroDivisionError)
+    assert calls == [[5, 0, 2], [5], [0], [2]]
+    assert each_alone(halve, []) == []
+
+
+def test_errors_get_a_type_without_their_text() -> None:
+    bad = BadRequest("say more")
+    assert as_typed(bad, "it") is bad
+    internal = as_typed(ValueError("/a/path"), "encoding")
+    assert isinstance(internal, InternalError)
+    assert internal.message == "encoding failed"
+
+
+async def test_a_loop_sleeps_without_work_and_survives_errors() -> None:
+    work = [1, 0, 2]
+    done: list[int] = []
+    errors: list[Exception] = []
+
+    async def step() -> bool:
+        if not work:
+            return False
+        item = work.pop(0)
+        done.append(2 // item)
+        return True
+
+    loop = StepLoop("test", step, errors.append)
+    loop.start()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert (done, [type(error) for error in errors]) == ([2, 1], [ZeroDivisionError])
+    assert not loop.is_stepping
+    work.append(1)
+    loop.wake()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert done == [2, 1, 2]
+    await loop.stop()

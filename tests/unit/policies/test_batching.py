@@ -1,0 +1,50 @@
+"""What goes into a step: batches, chunks, and when an output ends."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from triptych.shared.messages import SamplingParams
+from triptych.shared.policies.batching import chunk_sizes, finish_reason, num_blocks_for, num_to_batch
+
+sizes = st.lists(st.integers(1, 50), max_size=20)
+
+
+@pytest.mark.parametrize(("num_tokens", "expected"), [(0, 0), (1, 1), (16, 1), (17, 2)])
+def test_num_blocks_for(num_tokens: int, expected: int) -> None:
+    assert num_blocks_for(num_tokens, 16) == expected
+
+
+@given(sizes, st.integers(1, 100))
+def test_a_batch_is_the_longest_front_that_fits(items: list[int], max_total: int) -> None:
+    count = num_to_batch(items, max_total)
+    assert count >= min(1, len(items)), "a batch makes progress"
+    assert count <= 1 or sum(items[:count]) <= max_total
+    assert count == len(items) or sum(items[: count + 1]) > max_total
+
+
+@given(sizes, st.integers(1, 100))
+def test_chunks_go_to_the_front_first(remaining: list[int], max_tokens: int) -> None:
+    chunks = chunk_sizes(remaining, max_tokens)
+    assert sum(chunks) == min(max_tokens, sum(remaining))
+    assert all(chunk <= size for chunk, size in zip(chunks, remaining, strict=True))
+    num_whole = next((i for i, (c, r) in enumerate(zip(chunks, remaining, strict=True)) if c < r), len(chunks))
+    assert all(chunk == 0 for chunk in chunks[num_whole + 1 :])
+
+
+@pytest.mark.parametrize(
+    ("token_id", "num_output_tokens", "num_tokens", "ignore_eos", "expected"),
+    [
+        (5, 1, 10, False, None),
+        (7, 1, 10, False, "stop"),
+        (7, 1, 10, True, None),
+        (5, 4, 10, False, "length"),
+        (7, 4, 10, False, "stop"),
+        (5, 2, 32, False, "length"),
+    ],
+)
+def test_finish_reason(token_id: int, num_output_tokens: int, num_tokens: int, ignore_eos: bool, expected: str | None) -> None:
+    sampling = SamplingParams(4, stop_token_ids=(7,), ignore_eos=ignore_eos)
+    assert finish_reason(sampling, token_id, num_output_tokens, num_tokens, 32) == expected

@@ -1,0 +1,83 @@
+"""Budget: bounded, first come first served, and nothing is lost when a waiter is cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+
+import pytest
+
+from triptych.shared.budget import Budget
+
+
+class Holder:
+    """A task that holds an amount until told to let go."""
+
+    def __init__(self, budget: Budget, amount: int) -> None:
+        self.holds = asyncio.Event()
+        self.let_go = asyncio.Event()
+        self.task = asyncio.create_task(self._run(budget, amount))
+
+    async def _run(self, budget: Budget, amount: int) -> None:
+        async with budget.hold(amount):
+            self.holds.set()
+            await self.let_go.wait()
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_a_large_amount_is_not_overtaken() -> None:
+    budget = Budget(10)
+    first, large, small = Holder(budget, 6), Holder(budget, 8), Holder(budget, 1)
+    await settle()
+    assert (first.holds.is_set(), large.holds.is_set(), small.holds.is_set()) == (True, False, False)
+    first.let_go.set()
+    await settle()
+    assert (large.holds.is_set(), small.holds.is_set()) == (True, True)
+    for holder in (large, small):
+        holder.let_go.set()
+        await holder.task
+    assert budget.num_held == 0
+
+
+async def test_more_than_all_waits_until_it_is_alone() -> None:
+    budget = Budget(10)
+    one, huge = Holder(budget, 1), Holder(budget, 1000)
+    await settle()
+    assert not huge.holds.is_set()
+    one.let_go.set()
+    await settle()
+    assert (huge.holds.is_set(), budget.num_held) == (True, 10)
+    huge.let_go.set()
+    await huge.task
+    assert budget.num_held == 0
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+async def test_a_cancelled_waiter_leaves_nothing_behind(is_given: bool) -> None:
+    budget = Budget(10)
+    first, second, third = Holder(budget, 10), Holder(budget, 10), Holder(budget, 3)
+    await settle()
+    if is_given:  # in the same turn of the loop
+        first.let_go.set()
+        first.task.get_loop().call_soon(second.task.cancel)
+    else:
+        second.task.cancel()
+        first.let_go.set()
+    await asyncio.gather(second.task, return_exceptions=True)
+    await settle()
+    assert third.holds.is_set()
+    third.let_go.set()
+    await third.task
+    assert budget.num_held == 0
+
+
+async def test_nothing_is_free() -> None:
+    budget = Budget(1)
+    async with AsyncExitStack() as stack:
+        for _ in range(3):
+            await stack.enter_async_context(budget.hold(0))
+        assert budget.num_held == 0
