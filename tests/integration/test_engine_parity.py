@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -11,31 +10,36 @@ import pytest
 import torch
 from PIL import Image
 
-from triptych.loadgen.checkpoint import make_checkpoint
-from triptych.loadgen.reference import Answer, Reference
-from triptych.shared.checkpoint import Checkpoint, grid_thw, num_image_tokens, open_checkpoint, resized
+from support.engine_cases import (
+    MAX_TOKENS,
+    Case,
+    Model,
+    finish,
+    new_sequence,
+    output,
+    picture_info,
+    random_case,
+    release,
+    run_random_chunks,
+    step,
+)
+from triptych.shared.checkpoint import Checkpoint, open_checkpoint
 from triptych.shared.engine.api import Chunk, ImageSpan, Sequence
 from triptych.shared.engine.torch_engine import TorchEngine, load_engine
+from triptych.shared.engine.vision import patchify
 from triptych.shared.errors import BadRequest, InternalError
 from triptych.shared.messages import ImageInfo, RequestId, SamplingParams
 from triptych.shared.settings import Settings
 
-MAX_TOKENS = 12
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny_checkpoint: Path) -> Checkpoint:
+    return open_checkpoint(str(tiny_checkpoint))
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("tiny", tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def checkpoint(path: Path) -> Checkpoint:
-    return open_checkpoint(str(path))
-
-
-@pytest.fixture(scope="module")
-def reference(path: Path) -> Reference:
-    return Reference(path)
+def reference(tiny_checkpoint: Path) -> Model:
+    return Model(tiny_checkpoint)
 
 
 def make_engine(checkpoint: Checkpoint, block_size: int = 16) -> TorchEngine:
@@ -47,86 +51,9 @@ def engine(checkpoint: Checkpoint) -> TorchEngine:
     return make_engine(checkpoint)
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A request, and what transformers answers to it."""
-
-    prompt: list[int]
-    pictures: list[Image.Image]
-    offsets: list[int]
-    answer: Answer
-
-
-def picture_info(picture: Image.Image, checkpoint: Checkpoint) -> tuple[ImageInfo, torch.Tensor]:
-    """A picture as preprocess hands it on."""
-    height, width = resized(picture.height, picture.width, checkpoint.image)
-    pixels = torch.from_numpy(np.array(picture.resize((width, height), Image.Resampling.BICUBIC)))
-    grid = grid_thw(height, width, checkpoint.image)
-    return ImageInfo(b"", height, width, grid, num_image_tokens(grid, checkpoint.image)), pixels
-
-
-def random_case(seed: int, checkpoint: Checkpoint, reference: Reference) -> Case:
-    """0 to 4 pictures of odd sizes anywhere in a text of mixed length."""
-    rng = random.Random(seed)
-    config = checkpoint.config
-    prompt: list[int] = []
-    pictures, offsets = [], []
-    num_pictures = rng.choice((0, 1, 1, 2, 4))
-    for i in range(num_pictures + 1):
-        prompt += [rng.randrange(1000) for _ in range(rng.choice((0, 1, 7, 40, 90)) + (i == num_pictures))]
-        if i < num_pictures:
-            size = (rng.randrange(15, 160), rng.randrange(15, 160))
-            noise = np.random.default_rng(rng.randrange(1 << 30)).integers(0, 256, (size[1] // 9 + 1, size[0] // 9 + 1, 3))
-            pictures.append(Image.fromarray(noise.astype(np.uint8)).resize(size))
-            num_tokens = picture_info(pictures[-1], checkpoint)[0].num_tokens
-            offsets.append(len(prompt) + 1)
-            placeholders = [checkpoint.image_token_id] * num_tokens
-            prompt += [config["vision_start_token_id"], *placeholders, config["vision_end_token_id"]]
-    answer = reference.generate(prompt, pictures, MAX_TOKENS, ignore_eos=True)
-    return Case(prompt, pictures, offsets, answer)
-
-
 @pytest.fixture(scope="module")
-def cases(checkpoint: Checkpoint, reference: Reference) -> list[Case]:
+def cases(checkpoint: Checkpoint, reference: Model) -> list[Case]:
     return [random_case(seed, checkpoint, reference) for seed in range(16)]
-
-
-def new_sequence(engine: TorchEngine, checkpoint: Checkpoint, case: Case, sampling: SamplingParams) -> Sequence:
-    """A prepared sequence with its images encoded, all of them in one call, and blocks for its whole length."""
-    described = [picture_info(picture, checkpoint) for picture in case.pictures]
-    embeddings = engine.encode([d[0] for d in described], [d[1] for d in described]) if described else []
-    images = [ImageSpan(o, d[0], e) for o, d, e in zip(case.offsets, described, embeddings, strict=True)]
-    sequence = Sequence(RequestId("r"), list(case.prompt), len(case.prompt), sampling, images)
-    engine.prepare(sequence)
-    sequence.block_table = engine.block_pool.allocate(-(-(len(case.prompt) + sampling.max_tokens) // engine.block_size))
-    return sequence
-
-
-def step(engine: TorchEngine, sequences: list[Sequence], max_tokens_of: dict[int, int]) -> None:
-    """One pass: a chunk of each sequence (max_tokens_of: by its index, default all that is left), tokens appended."""
-    chunks = []
-    for i, sequence in enumerate(sequences):
-        left = len(sequence.token_ids) - sequence.num_computed_tokens
-        chunks.append(Chunk(sequence, min(left, max_tokens_of.get(i, left))))
-    for sequence, token in zip(sequences, engine.run(chunks), strict=True):
-        if token is not None:
-            sequence.token_ids.append(token)
-
-
-def output(sequence: Sequence) -> list[int]:
-    return sequence.token_ids[sequence.num_prompt_tokens :]
-
-
-def finish(engine: TorchEngine, sequences: list[Sequence]) -> None:
-    while any(s.num_output_tokens < s.sampling.max_tokens for s in sequences):
-        step(engine, [s for s in sequences if s.num_output_tokens < s.sampling.max_tokens], {})
-
-
-def release(engine: TorchEngine, sequences: list[Sequence]) -> None:
-    for sequence in sequences:
-        engine.block_pool.free(sequence.block_table)
-    engine.block_pool.check_integrity()
-    assert engine.block_pool.num_free == engine.block_pool.num_blocks
 
 
 GREEDY = SamplingParams(max_tokens=MAX_TOKENS)
@@ -143,16 +70,9 @@ def test_each_request_alone(engine: TorchEngine, checkpoint: Checkpoint, cases: 
 @pytest.mark.parametrize(("block_size", "seed"), [(1, 0), (5, 1), (16, 2), (64, 3)])
 def test_mixed_batches_of_random_chunks(checkpoint: Checkpoint, cases: list[Case], block_size: int, seed: int) -> None:
     """Requests join at random moments, prompts go in random chunks beside others that decode."""
-    rng = random.Random(seed)
     engine = make_engine(checkpoint, block_size)
-    waiting = [new_sequence(engine, checkpoint, case, GREEDY) for case in cases]
-    everything, running = list(waiting), [waiting.pop()]
-    while running or waiting:
-        if waiting and (not running or rng.random() < 0.5):
-            running.append(waiting.pop())
-        rng.shuffle(running)
-        step(engine, running, {i: rng.choice((1, 2, 13, 50, 1000)) for i in range(len(running))})
-        running = [s for s in running if s.num_output_tokens < MAX_TOKENS]
+    everything = [new_sequence(engine, checkpoint, case, GREEDY) for case in cases]
+    run_random_chunks(engine, everything, random.Random(seed))
     for case, sequence in zip(cases, everything, strict=True):
         assert case.answer.difference(output(sequence)) is None
     release(engine, everything)
@@ -211,7 +131,7 @@ def test_seeded_sampling_is_the_same_alone_batched_and_resumed(
     release(engine, alone + batched)
 
 
-def test_pictures_and_their_order_change_the_answer(engine: TorchEngine, checkpoint: Checkpoint, reference: Reference) -> None:
+def test_pictures_and_their_order_change_the_answer(engine: TorchEngine, checkpoint: Checkpoint, reference: Model) -> None:
     red, blue = Image.new("RGB", (90, 60), "red"), Image.new("RGB", (90, 60), "blue")
     num_tokens = picture_info(red, checkpoint)[0].num_tokens
     picture = [checkpoint.config["vision_start_token_id"], *[checkpoint.image_token_id] * num_tokens]
@@ -229,9 +149,7 @@ def test_pictures_and_their_order_change_the_answer(engine: TorchEngine, checkpo
     assert len(answers) == 3
 
 
-def test_patches_equal_those_of_transformers(engine: TorchEngine, checkpoint: Checkpoint, reference: Reference) -> None:
-    from triptych.shared.engine.vision import patchify
-
+def test_patches_equal_those_of_transformers(engine: TorchEngine, checkpoint: Checkpoint, reference: Model) -> None:
     rng = np.random.default_rng(3)
     for size in ((56, 84), (15, 200), (301, 77), (700, 500)):
         picture = Image.fromarray(rng.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
