@@ -10,6 +10,7 @@ puller                                   owner
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import time
@@ -22,7 +23,7 @@ import torch
 from triptych.shared.errors import DeadlineExceeded, InstanceLost, InternalError, TriptychError
 from triptych.shared.messages import InstanceId, PullDone, PullReply, PullRequest, TensorRef, TransportAddress
 from triptych.shared.transport.api import ControlPlane
-from triptych.shared.transport.pair import Pair
+from triptych.shared.transport.pair import Pair, pair_lost
 from triptych.shared.transport.shared_memory import SharedMemory
 from triptych.shared.transport.torch_distributed import Owners, backend_of
 
@@ -99,33 +100,47 @@ class Puller:
 
     async def _pull_over_pair(self, pull: Pull) -> torch.Tensor:
         backend = backend_of(pull.device)
-        owner = pull.ref.owner
         pull.remaining_s()
-        pair = await self._owners.pair_with(owner, pull.address, backend, pull.deadline_s)
-        async with pair.slots:
-            try:
-                return await self._receive(pull, pair, backend)
-            except TriptychError as error:
-                if error.code in ("pair_lost", "timeout", "instance_lost"):
-                    self._owners.discard(owner, pair)
-                raise
-            except BaseException:
-                self._owners.discard(owner, pair)
-                raise
+        pair = await self._owners.pair_with(pull.ref.owner, pull.address, backend, pull.deadline_s)
+        try:
+            async with asyncio.timeout(pull.remaining_s()):
+                await pair.slots.acquire()
+        except TimeoutError:
+            raise DeadlineExceeded("a tensor waited too long behind other transfers") from None
+        try:
+            if pair.is_closed:
+                raise pair_lost()  # a transfer before ours has broken it
+            request = pull.request(self._instance_id, backend, pair.epoch)
+            return await self._receive(pull, pair, request)
+        finally:
+            pair.slots.release()
 
-    async def _receive(self, pull: Pull, pair: Pair, channel: str) -> torch.Tensor:
-        request = pull.request(self._instance_id, channel, pair.epoch)
-        async with _Done(self, pull) as done:
-            await self._ask(pull, request)
-            destination = pull.allocate()
-            if pull.ref.num_bytes:
+    async def _receive(self, pull: Pull, pair: Pair, request: PullRequest) -> torch.Tensor:
+        """From here on a send may be under way: whatever fails, but for a refusal by the owner, breaks the pair."""
+        is_refused = False
+        try:
+            async with _Done(self, pull) as done:
                 try:
-                    await pair.receive(pull.transfer_id, destination, pull.remaining_s())
-                except InstanceLost:
-                    pull.remaining_s()  # when the time is over, that was the reason
+                    await self._ask(pull, request)
+                except TriptychError as error:
+                    is_refused = error.code not in ("pair_lost", "timeout", "instance_lost")
                     raise
-            done.is_copied = True
-        return destination
+                destination = pull.allocate()
+                if pull.ref.num_bytes:
+                    await self._receive_bytes(pull, pair, destination)
+                done.is_copied = True
+            return destination
+        except BaseException:
+            if not is_refused:
+                self._owners.discard(pull.ref.owner, pair)
+            raise
+
+    async def _receive_bytes(self, pull: Pull, pair: Pair, destination: torch.Tensor) -> None:
+        try:
+            await pair.receive(pull.transfer_id, destination, pull.remaining_s())
+        except InstanceLost:
+            pull.remaining_s()  # when the time is over, that was the reason
+            raise
 
     async def _ask(self, pull: Pull, request: PullRequest) -> PullReply:
         reply = await self._control.request(pull.ref.owner, request, request.timeout_s)

@@ -2,7 +2,7 @@
 
 A lease ends by release, by its request's release, by PullDone(release), or by expiry; its room is freed at once, or, when
 it is being pulled, after the last of its pulls is done, given up by deadline, or dropped with its puller. Loop-only:
-copies run in `copies` threads, everything else on the event loop.
+copies run in `copies` threads, materialize in `writers` (it may wait for an engine), everything else on the event loop.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ log = logging.getLogger(__name__)
 class TensorStore:
     """See the module. `transfer_timeout_s` bounds how long any pull may pin a tensor."""
 
-    def __init__(self, owner: InstanceId, arena: Arena, copies: Executor, transfer_timeout_s: float) -> None:
+    def __init__(self, owner: InstanceId, arena: Arena, copies: Executor, writers: Executor, transfer_timeout_s: float) -> None:
         self._owner = owner
         self._arena = arena
         self._copies = copies
+        self._writers = writers
         self._transfer_timeout_s = transfer_timeout_s
         self._room = Room(arena)
         self._leases: dict[TensorId, Lease] = {}
@@ -59,7 +60,8 @@ class TensorStore:
         shape = tuple(tensor.shape)
         lease = self._new_lease(shape, tensor.dtype, request_id)
         lease.offset = await self._room.take(lease.num_bytes, min(lease_s, PUT_WAIT_S))
-        await self._fill(lease, lambda destination: copy_into(destination, tensor))
+        copies = None if lease.num_bytes <= INLINE_COPY_BYTES else self._copies
+        await self._fill(lease, lambda destination: copy_into(destination, tensor), copies)
         return self._add(lease, lease_s)
 
     async def put_lazy(
@@ -180,15 +182,17 @@ class TensorStore:
             raise AssertionError("the index by request differs from the leases")
 
     async def close(self) -> None:
-        """End everything and wait for copies under way. Every on_release has been called when this returns."""
+        """End everything and wait for writes under way, at most transfer_timeout_s. Every on_release has been called when
+        this returns, except that of a tensor whose materialize still runs then."""
         self._is_closed = True
         self._room.close()
         for tensor_id, key in self.pulls():
             self.end_pull(tensor_id, key, release=False)
         for lease in tuple(self._leases.values()):
             self._end(lease)
-        while self._writing:
-            await asyncio.wait(self._writing, timeout=self._transfer_timeout_s)
+        deadline_s = time.monotonic() + self._transfer_timeout_s
+        while self._writing and time.monotonic() < deadline_s:
+            await asyncio.wait(self._writing, timeout=deadline_s - time.monotonic())
         self._arena.close()
 
     # --- inside ----------------------------------------------------------------------------------------------------------
@@ -209,23 +213,23 @@ class TensorStore:
         self._by_request.setdefault(lease.request_id, set()).add(lease.tensor_id)
         return TensorRef(lease.tensor_id, self._owner, lease.shape, dtype_name(lease.dtype), lease.num_bytes, lease_s)
 
-    async def _fill(self, lease: Lease, write: Callable[[torch.Tensor], None], inline: bool = True) -> None:
-        """Write a lease's range, in a thread when it is long. The range is given back when that fails, and when the
-        caller is cancelled, after the thread is done with it."""
+    async def _fill(self, lease: Lease, write: Callable[[torch.Tensor], None], threads: Executor | None) -> None:
+        """Write a lease's range, here when threads is None. The range is given back when that fails, and when the caller
+        is cancelled, after the thread is done with it."""
         destination = shaped(self.view(lease), lease.shape, lease.dtype)
         try:
-            if inline and lease.num_bytes <= INLINE_COPY_BYTES:
+            if threads is None:
                 write(destination)
             else:
-                await self._in_copies(lambda: write(destination))
+                await self._in_thread(threads, lambda: write(destination))
             self._arena.stamp(self.offset_of(lease), lease.tensor_id)
         except BaseException:
             self._free_room(lease)
             raise
 
-    async def _in_copies(self, call: Callable[[], None]) -> None:
-        """Run call in a copy thread; when cancelled, still wait for it: it writes into memory that is freed after."""
-        future = asyncio.ensure_future(asyncio.get_running_loop().run_in_executor(self._copies, call))
+    async def _in_thread(self, threads: Executor, call: Callable[[], None]) -> None:
+        """Run call in a thread; when cancelled, still wait for it: it writes into memory that is freed after."""
+        future = asyncio.ensure_future(asyncio.get_running_loop().run_in_executor(threads, call))
         self._writing.add(future)
         future.add_done_callback(self._writing.discard)
         try:
@@ -252,7 +256,7 @@ class TensorStore:
         assert lease.materialize is not None
         lease.offset = await self._room.take(lease.num_bytes, timeout_s)
         try:
-            await self._fill(lease, lease.materialize, inline=False)
+            await self._fill(lease, lease.materialize, self._writers)
         except TriptychError:
             raise
         except Exception as error:

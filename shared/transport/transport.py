@@ -7,6 +7,7 @@ calls forget_peer when the registry loses an instance.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -41,7 +42,9 @@ from triptych.shared.transport.torch_distributed import Owners, Pullers
 MAX_PULLS_UNDER_WAY = 512  # chosen: all images of the requests that one instance works on
 SWEEP_INTERVAL_S = 0.25  # chosen: how late an expired lease may end
 _NUM_COPY_THREADS = 2  # chosen: one memcpy nearly fills the memory bus; the second keeps small copies from waiting
+_NUM_WRITE_THREADS = 2  # chosen: they may wait for an engine's step, which copies must not
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -66,8 +69,10 @@ class InstanceTransport:
         self._transfer_timeout_s = transfer_timeout_s
         self._copies = ThreadPoolExecutor(_NUM_COPY_THREADS, thread_name_prefix="transport-copy")
         self._arena = Arena(capacity_bytes)
-        self._store = TensorStore(instance_id, self._arena, self._copies, transfer_timeout_s)
+        self._writers = ThreadPoolExecutor(_NUM_WRITE_THREADS, thread_name_prefix="transport-write")
+        self._store = TensorStore(instance_id, self._arena, self._copies, self._writers, transfer_timeout_s)
         self._shared_memory = SharedMemory(self._copies)
+        self._rendezvous: Rendezvous | None = None
         self._tasks: set[asyncio.Task[object]] = set()
         self._num_pulls = 0
         self._lost: dict[InstanceId, asyncio.Future[None]] = {}  # set when the peer that we pull from is forgotten
@@ -220,25 +225,32 @@ class InstanceTransport:
     async def _sweep_forever(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_INTERVAL_S)
-            now_s = time.monotonic()
-            overdue = self._store.pulls(due_s=now_s)
-            for puller in {key.puller for _, key in overdue}:
-                await self._give_up(puller, [pull for pull in overdue if pull[1].puller == puller])
-            self._store.sweep(now_s)
+            try:
+                await self._sweep(time.monotonic())
+            except Exception:
+                log.exception("a sweep of the tensor store failed")  # the next one may not, and must come
+
+    async def _sweep(self, now_s: float) -> None:
+        overdue = self._store.pulls(due_s=now_s)
+        for puller in {key.puller for _, key in overdue}:
+            await self._give_up(puller, [pull for pull in overdue if pull[1].puller == puller])
+        self._store.sweep(now_s)
 
     # --- the end ---------------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
-        """Ends all transfers and leases; every on_release has been called when this returns."""
+        """Ends all transfers and leases; see `TensorStore.close`. Idempotent."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=self._transfer_timeout_s)
-        await self._owners.close()
-        await self._pullers.close()
+        if self._rendezvous is not None:
+            await self._owners.close()
+            await self._pullers.close()
+            self._rendezvous.close()
         await self._store.close()
-        self._copies.shutdown(wait=True)
-        self._rendezvous.close()
+        self._copies.shutdown(wait=False)  # idle by now, or stuck beyond the timeout
+        self._writers.shutdown(wait=False)
 
     def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)

@@ -13,7 +13,7 @@ import torch
 
 from support.transport import until
 from triptych.shared.errors import DeadlineExceeded, InstanceLost, InternalError, Overloaded
-from triptych.shared.messages import InstanceId, Message, PullDone, PullRequest, Reply, RequestId, TensorRef
+from triptych.shared.messages import InstanceId, Message, PairRequest, PullDone, PullRequest, Reply, RequestId, TensorRef
 from triptych.shared.transport.loopback import LoopbackPlane
 from triptych.shared.transport.transport import InstanceTransport
 
@@ -345,6 +345,40 @@ async def test_a_slow_owner_ends_in_deadline_exceeded(peers: Peers) -> None:
     await until(lambda: peers.owner.usage()[0] == 0)
     assert int((await peers.pull(ref))[1, -1]) == 8191
     await peers.settled()
+
+
+async def test_a_pull_behind_slow_ones_times_out_alone(peers: Peers) -> None:
+    ref = await peers.owner.put(torch.ones(10), REQUEST, 30.0)
+    await peers.pull(ref, release=False)
+    lazy = Lazy()
+    lazy.may_write.clear()
+    slow = [asyncio.create_task(peers.pull(await lazy.put(peers.owner), timeout_s=10.0)) for _ in range(2)]
+    await until(lambda: len(lazy.threads) == 2)
+    behind = await asyncio.gather(peers.pull(await lazy.put(peers.owner), timeout_s=0.2), return_exceptions=True)
+    assert isinstance(behind[0], DeadlineExceeded)
+    lazy.may_write.set()
+    for pulled in await asyncio.gather(*slow):
+        assert int(pulled[1, -1]) == 8191
+    assert torch.equal(await peers.pull(ref), torch.ones(10))
+    num_pairs = sum(isinstance(message, PairRequest) for message in peers.plane.sent)
+    assert num_pairs <= 1, "a healthy pair was given up"
+    peers.owner.release_request(REQUEST)
+    await peers.settled()
+    assert lazy.num_released == 3
+
+
+async def test_puts_go_on_while_a_lazy_tensor_is_slow(peers: Peers) -> None:
+    lazy = Lazy()
+    lazy.may_write.clear()
+    slow = [asyncio.create_task(peers.pull(await lazy.put(peers.owner), timeout_s=10.0)) for _ in range(2)]
+    await until(lambda: len(lazy.threads) == 2)
+    await asyncio.wait_for(peers.owner.put(torch.ones(1 << 20), REQUEST, 30.0), 2.0)
+    lazy.may_write.set()
+    await asyncio.gather(*slow)
+
+
+async def test_a_transport_that_was_never_started_closes() -> None:
+    await InstanceTransport(OWNER, Plane(), "127.0.0.1", CAPACITY_BYTES).close()
 
 
 async def test_a_transfer_that_is_never_done_is_given_up(peers: Peers) -> None:

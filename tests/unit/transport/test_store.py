@@ -28,8 +28,8 @@ LONG_BYTES = INLINE_COPY_BYTES + 1
 
 @pytest.fixture
 async def store() -> AsyncIterator[TensorStore]:
-    with ThreadPoolExecutor(2) as copies:
-        store = TensorStore(InstanceId("owner-0-aa"), Arena(8 << 20), copies, 5.0)
+    with ThreadPoolExecutor(2) as copies, ThreadPoolExecutor(2) as writers:
+        store = TensorStore(InstanceId("owner-0-aa"), Arena(8 << 20), copies, writers, 5.0)
         yield store
         await store.close()
 
