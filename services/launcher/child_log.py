@@ -7,6 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 MAX_FILE_BYTES = 32 << 20  # chosen: then the file is moved to NAME.1, so a log takes at most twice that
 MAX_LINE_BYTES = 1 << 16  # chosen: longer lines are cut in two
@@ -24,18 +25,17 @@ class ChildLog:
         self._threshold = threshold
         self._show = show
         self._rest = b""
-        self._file = path.open("ab")
+        self._file: BinaryIO | None = None  # open while a process writes
 
     def feed(self, chunk: bytes) -> None:
         """Append output; complete lines are looked at."""
-        if self._file.closed:
-            self._file = self._path.open("ab")  # the slot was started again
+        if self._file is None:
+            self._file = self._path.open("ab")
         self._file.write(chunk)
         self._file.flush()
         if self._file.tell() > MAX_FILE_BYTES:
-            self._file.close()
+            self._close()
             self._path.replace(self._path.with_name(self._path.name + ".1"))
-            self._file = self._path.open("ab")
         *lines, self._rest = (self._rest + chunk).split(b"\n")
         for line in lines:
             self._on_line(line)
@@ -48,7 +48,12 @@ class ChildLog:
         if self._rest:
             self._on_line(self._rest)
             self._rest = b""
-        self._file.close()
+        self._close()
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def _on_line(self, line: bytes) -> None:
         text = line.decode(errors="replace").rstrip()

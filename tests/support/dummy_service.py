@@ -1,0 +1,65 @@
+"""A service without a stage, run as a process: `python dummy_service.py SERVICE NAME [INSTANCE_ID]`.
+
+Settings come from the environment. It prints what its frame tells it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from typing import cast
+
+from fastapi import FastAPI
+
+from triptych.shared.errors import BadRequest
+from triptych.shared.messages import Accepted, InstanceId, InstanceRequest, LaunchRequest, Message, Service, StageLoad
+from triptych.shared.service import Report, ServiceApp, ServiceContext, run_service
+from triptych.shared.settings import Settings, load_settings
+
+
+class Dummy:
+    """LaunchRequest(name="1.5") makes it busy for 1.5 seconds. The slot name `broken` never starts."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self.app = FastAPI()
+        self._busy_until_s = 0.0
+
+    async def start(self, context: ServiceContext) -> None:
+        if context.name == "broken":
+            raise BadRequest("this one never starts", code="broken")
+        say("starting")
+
+    async def handle(self, request: InstanceRequest) -> Message | None:
+        if isinstance(request, LaunchRequest):
+            self._busy_until_s = time.monotonic() + float(request.name)
+        return Accepted()
+
+    def report(self) -> Report:
+        return Report(loads=(StageLoad("dummy", num_running=int(not self.is_idle())),), roles=("encoder",))
+
+    def on_router_lost(self, router_id: InstanceId) -> None:
+        say(f"router lost {router_id}")
+
+    def is_idle(self) -> bool:
+        return time.monotonic() > self._busy_until_s
+
+    async def stop(self) -> None:
+        await asyncio.sleep(0)
+        say("stopped")
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def make(settings: Settings) -> ServiceApp:
+    return Dummy(cast(Service, os.environ["DUMMY_SERVICE"]))
+
+
+if __name__ == "__main__":
+    os.environ["DUMMY_SERVICE"] = sys.argv[1]
+    given_id = InstanceId(sys.argv[3]) if len(sys.argv) > 3 else None
+    sys.exit(run_service(sys.argv[2], load_settings(), make, given_id))

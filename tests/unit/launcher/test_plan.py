@@ -1,0 +1,70 @@
+"""Which processes `triptych up` starts, and with what environment."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from triptych.services.launcher.plan import (
+    MAX_PER_STAGE,
+    Counts,
+    PlannedSlot,
+    child_env,
+    num_engine_instances,
+    plan_slots,
+    serve_spec,
+)
+from triptych.shared.errors import BadRequest
+from triptych.shared.messages import InstanceId
+from triptych.shared.settings import Settings, load_settings
+
+
+def test_one_of_each_by_default() -> None:
+    assert [slot.name for slot in plan_slots(Counts())] == [
+        "encoder-0",
+        "prefill-0",
+        "decode-0",
+        "preprocess-0",
+        "router-0",
+        "scaler-0",
+    ]
+
+
+def test_counts_and_colocation() -> None:
+    names = [slot.name for slot in plan_slots(Counts(router=2, encoder=3))]
+    assert {"router-1", "encoder-2"} <= set(names)
+    assert len(names) == 9
+    colocated = Counts(colocated=True)
+    assert PlannedSlot("instance-0", "encoder,prefill,decode") in plan_slots(colocated)
+    assert len(plan_slots(colocated)) == 4
+    assert (num_engine_instances(Counts(encoder=2)), num_engine_instances(colocated)) == (4, 1)
+
+
+@pytest.mark.parametrize("count", [0, -1, MAX_PER_STAGE + 1])
+def test_a_count_out_of_bounds_is_named(count: int) -> None:
+    with pytest.raises(BadRequest, match="--decode"):
+        plan_slots(Counts(decode=count))
+
+
+def test_children_get_the_same_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(
+        model="m", nats_url="nats://t@h:1", max_images=3, log_json=True, heartbeat_interval_s=0.25, port=9, name="x"
+    )
+    env = child_env(settings, {"PATH": "/bin", "TRIPTYCH_PORT": "9", "TRIPTYCH_MAX_IMAGES": "7"})
+    assert env["PATH"] == "/bin"
+    for key, value in env.items():
+        monkeypatch.setenv(key, value)
+    expected = settings.model_copy(update={"port": 8000, "name": ""})
+    assert load_settings() == expected
+    assert "port" not in load_settings().model_fields_set, "a stage takes a free port unless it is told one"
+
+
+def test_the_command_line_of_a_stage() -> None:
+    slot = PlannedSlot("router-0", "router")
+    spec = serve_spec(slot, Settings(model="m"), 0, InstanceId("router-0-abc"), Path("/t"))
+    expected = ("serve", "router", "--name", "router-0", "--instance-id", "router-0-abc", "--port", "0")
+    assert spec.command == (sys.executable, "-m", "triptych.services.cli", *expected)
+    assert spec.env["TMPDIR"] == "/t"
+    assert "--port" not in serve_spec(slot, Settings(), None, InstanceId("x"), Path("/t")).command

@@ -1,0 +1,123 @@
+"""The command line: which flags there are, what errors look like, and that --help does not load torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from triptych.services import cli
+from triptych.services.setting_flags import flag_of
+from triptych.shared.settings import Settings
+
+OWN_FLAGS = {
+    "up": {"router", "preprocess", "encoder", "prefill", "decode", "colocated", "ready-timeout-s", "log-dir", "json"},
+    "serve": {"instance-id"},
+    "status": {"json"},
+    "drain": {"json"},
+    "config": {"json"},
+}
+runner = CliRunner()
+
+
+def flags_of(command: str) -> set[str]:
+    """As the command itself tells them when it gets an unknown one."""
+    result = runner.invoke(cli.app, [command, "x", "--nonsense"] if command in {"serve", "drain"} else [command, "--nonsense"])
+    assert result.exit_code == 2
+    return {flag.strip() for flag in result.stderr.partition("allowed: ")[2].split(",")}
+
+
+@pytest.mark.parametrize("command", sorted(OWN_FLAGS))
+def test_every_setting_has_a_flag_and_there_are_no_others(command: str) -> None:
+    """A new flag is a new promise: this list changes on purpose only."""
+    settings = {flag_of(name) for name in Settings.model_fields if (command, name) != ("up", "name")}
+    assert flags_of(command) == settings | {f"--{flag}" for flag in OWN_FLAGS[command]}
+
+
+def test_an_unknown_flag_is_named_with_its_neighbour() -> None:
+    result = runner.invoke(cli.app, ["config", "--max-imags=4"])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: unknown setting --max-imags (did you mean --max-images?); allowed: --")
+    assert result.stdout == ""
+
+
+def test_flags_and_environment_reach_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRIPTYCH_MAX_IMAGES", "4")
+    result = runner.invoke(cli.app, ["config", "--json", "--block-size", "8", "--log-json"])
+    shown = json.loads(result.stdout)
+    assert (shown["max_images"], shown["block_size"], shown["log_json"], shown["max_messages"]) == (4, 8, True, 512)
+    assert set(shown) == set(Settings.model_fields)
+
+
+def test_config_hides_passwords_and_marks_what_was_set() -> None:
+    result = runner.invoke(cli.app, ["config", "--redis-url", "redis://:hunter2@h:6379/0"])
+    assert "hunter2" not in result.stdout
+    assert "* TRIPTYCH_REDIS_URL=redis://***@h:6379/0" in result.stdout
+    assert "  TRIPTYCH_MAX_IMAGES=32" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["config", "--port", "70000"], 2, "TRIPTYCH_PORT=70000"),
+        (["up"], 2, "which model?"),
+        (["serve", "encode", "--nats-url", "nats://h"], 2, "unknown stage 'encode'; allowed: router, preprocess, encoder"),
+        (["serve", "encoder,router", "--nats-url", "nats://h"], 2, "router has a process of its own"),
+        (["serve", "scaler"], 2, "--nats-url or TRIPTYCH_NATS_URL"),
+        (["serve", "encoder", "--nats-url", "nats://h"], 2, "which model?"),
+        (["serve", "scaler", "--nats-url", "nats://h", "--name", "a.b"], 2, "name 'a.b'"),
+    ],
+)
+def test_mistakes_are_one_clear_line(arguments: list[str], status: int, message: str) -> None:
+    result = runner.invoke(cli.app, arguments)
+    assert result.exit_code == status
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_no_cluster_is_a_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    result = runner.invoke(cli.app, ["status"])
+    assert result.exit_code == 2
+    assert "no cluster runs here" in result.stderr
+
+
+def test_version() -> None:
+    result = runner.invoke(cli.app, ["--version"])
+    assert result.exit_code == 0
+    assert result.stdout.startswith("triptych ")
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys\n"
+        "from triptych.services import cli\n"
+        "sys.argv = ['triptych', '--help']\n"
+        "try:\n    cli.main()\nexcept SystemExit: pass\n"
+        "print('LOADED', [name for name in ('torch', 'transformers', 'fastapi', 'nats', 'numpy') if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert "LOADED []" in done.stdout
+
+
+@pytest.mark.parametrize(("threads", "is_engine", "expected"), [(3, True, "3"), (3, False, "1")])
+def test_threads_are_bounded_before_torch(
+    monkeypatch: pytest.MonkeyPatch, threads: int, is_engine: bool, expected: str
+) -> None:
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OMP_WAIT_POLICY", "TOKENIZERS_PARALLELISM"):
+        monkeypatch.setenv(name, "unset")
+    cli._limit_threads(Settings(threads=threads), is_engine)
+    assert os.environ["OMP_NUM_THREADS"] == os.environ["MKL_NUM_THREADS"] == expected
+    assert (os.environ["OMP_WAIT_POLICY"], os.environ["TOKENIZERS_PARALLELISM"]) == ("passive", "false")
+
+
+def test_threads_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    for engine_instances, expected in ((1, "8"), (3, "2"), (20, "1")):
+        monkeypatch.setenv("OMP_NUM_THREADS", "unset")
+        cli._limit_threads(Settings(engine_instances=engine_instances), True)
+        assert os.environ["OMP_NUM_THREADS"] == expected

@@ -1,0 +1,122 @@
+"""The registry: who is ready, who is lost and told once, and whose silence does not count."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from triptych.shared.messages import Heartbeat, InstanceId, Lost, Resources, Role, Service, State, TokenBatch
+from triptych.shared.registry import Registry
+
+TIMEOUT_S = 3.0
+
+
+def beat(name: str, state: State = "ready", service: Service = "instance", roles: tuple[Role, ...] = ("encoder",)) -> Heartbeat:
+    return Heartbeat(InstanceId(name), name, service, state, roles, "", 0.5, "host", (), Resources(1, 1))
+
+
+def lost(name: str) -> Lost:
+    return Lost(InstanceId(name), name, 1, expected=False)
+
+
+@pytest.fixture
+def registry() -> Registry:
+    return Registry(TIMEOUT_S)
+
+
+@pytest.fixture
+def told(registry: Registry) -> list[str]:
+    told: list[str] = []
+    registry.on_lost(told.append)
+    return told
+
+
+def names(beats: list[Heartbeat]) -> list[str]:
+    return sorted(beat.name for beat in beats)
+
+
+def test_ready_filters_by_state_service_and_role(registry: Registry) -> None:
+    for event in (
+        beat("a"),
+        beat("b", roles=("encoder", "decode")),
+        beat("c", state="starting"),
+        beat("d", state="draining"),
+        beat("r", service="router", roles=()),
+    ):
+        registry.on_event(event, 0.0)
+    assert names(registry.all()) == ["a", "b", "c", "d", "r"]
+    assert names(registry.ready()) == ["a", "b", "r"]
+    assert names(registry.ready(role="decode")) == ["b"]
+    assert names(registry.ready(service="router")) == ["r"]
+    assert registry.ready(service="router", role="encoder") == []
+
+
+def test_the_last_heartbeat_counts(registry: Registry) -> None:
+    registry.on_event(beat("a", state="starting"), 0.0)
+    registry.on_event(beat("a"), 1.0)
+    assert registry.get(InstanceId("a")) == beat("a")
+    registry.on_event(beat("a", state="draining"), 2.0)
+    assert registry.ready() == []
+
+
+def test_a_silent_instance_is_lost_once_and_welcome_again(registry: Registry, told: list[str]) -> None:
+    registry.on_event(beat("a"), 0.0)
+    registry.on_event(beat("b"), 2.0)
+    registry.sweep(TIMEOUT_S)
+    assert told == []
+    registry.sweep(TIMEOUT_S + 0.1)
+    registry.sweep(TIMEOUT_S + 0.2)
+    assert told == ["a"]
+    assert names(registry.ready()) == ["b"]
+    registry.on_event(beat("a"), 4.0)
+    assert names(registry.ready()) == ["a", "b"]
+
+
+def test_an_ended_instance_is_lost_once_and_its_late_heartbeats_ignored(registry: Registry, told: list[str]) -> None:
+    registry.on_event(beat("a"), 0.0)
+    registry.on_event(lost("a"), 0.1)
+    registry.on_event(lost("a"), 0.2)
+    registry.on_event(beat("a"), 0.3)
+    assert told == ["a"]
+    assert registry.all() == []
+    registry.on_event(lost("never-seen"), 0.4)
+    assert told == ["a", "never-seen"]
+
+
+def test_a_lost_callback_still_finds_the_heartbeat(registry: Registry) -> None:
+    seen: list[Heartbeat | None] = []
+    registry.on_lost(lambda instance_id: seen.append(registry.get(instance_id)))
+    registry.on_event(beat("a"), 0.0)
+    registry.on_event(lost("a"), 0.1)
+    assert seen == [beat("a")]
+    assert registry.get(InstanceId("a")) is None
+
+
+def test_after_our_own_silence_nobody_is_lost_for_one_timeout(registry: Registry, told: list[str]) -> None:
+    registry.on_event(beat("a"), 0.0)
+    registry.note_reconnected(10.0)
+    registry.sweep(10.1)
+    assert told == []
+    registry.sweep(10.0 + TIMEOUT_S)
+    assert told == ["a"]
+
+
+def test_other_events_are_ignored(registry: Registry) -> None:
+    registry.on_event(TokenBatch(InstanceId("a"), ()), 0.0)
+    assert registry.all() == []
+
+
+async def test_wait_ready_waits_for_the_first_one(registry: Registry) -> None:
+    waiting = [asyncio.create_task(registry.wait_ready(30, role=role)) for role in ("decode", "decode", "encoder")]
+    await asyncio.sleep(0)
+    registry.on_event(beat("a", state="starting"), 0.0)
+    registry.on_event(beat("a"), 0.1)
+    assert names(await asyncio.wait_for(waiting[2], 5)) == ["a"]
+    assert not waiting[0].done()
+    registry.on_event(beat("d", roles=("decode",)), 0.2)
+    assert [names(await asyncio.wait_for(task, 5)) for task in waiting[:2]] == [["d"], ["d"]]
+
+
+async def test_wait_ready_gives_up(registry: Registry) -> None:
+    assert await registry.wait_ready(0.01) == []
