@@ -6,8 +6,11 @@ which is token-exact. Older requests go first everywhere. Event loop only, but f
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
+
+import torch
 
 from triptych.services.decode.job import DecodeJob
 from triptych.shared.engine.api import Chunk
@@ -136,15 +139,14 @@ class DecodeBatch:
         blocks = sequence.block_table[: self._context.kv.num_for(sequence.num_computed_tokens)]
         held = sum(one.num_kv_bytes for one in self._waiting if one.is_preempted)
         shape, dtype = engine.exported_shape(len(blocks))
-        num_bytes = dtype.itemsize
-        for size in shape:
-            num_bytes *= size
+        num_bytes = dtype.itemsize * math.prod(shape)
         if held + num_bytes > self._max_preempted_bytes:
             self._on_outcome(job, Overloaded("too many requests at one decode instance", code="kv_full"))
             return False
         self._enter([job])
         try:
-            job.kv = await self._context.thread.run(engine.export_blocks, blocks)
+            host_memory = torch.empty(shape, dtype=dtype, device="cpu")
+            job.kv = await self._context.thread.run(engine.export_blocks, blocks, host_memory)
         except Exception as error:
             self._on_outcome(job, as_typed(error, "moving KV blocks"))
         finally:
