@@ -17,6 +17,7 @@ import structlog
 from nats.aio.msg import Msg
 
 from triptych.shared.errors import (
+    UNREACHABLE,
     BadRequest,
     DeadlineExceeded,
     InstanceLost,
@@ -123,7 +124,7 @@ class Bus:
                 return await self._ask(instance_id, payload)
             except _NobodyThereError:
                 if asyncio.get_running_loop().time() >= self._grace_until_s:
-                    raise InstanceLost("an instance of a stage is gone", instance_id=instance_id) from None
+                    raise InstanceLost("an instance of a stage is gone", instance_id=instance_id, code=UNREACHABLE) from None
                 await asyncio.sleep(RETRY_WAIT_S)
 
     async def _ask(self, instance_id: InstanceId, payload: bytes) -> Reply:

@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+UNREACHABLE = "unreachable"  # code of an InstanceLost whose request never got to the instance: it did no harm there
 ErrorKind = Literal["bad_request", "overloaded", "instance_lost", "internal"]
 
 

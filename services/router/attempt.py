@@ -119,6 +119,7 @@ class AttemptRun:
         placed = tuple(map(PlacedImage, infos, expanded.offsets, embeddings))
         self.life.move(Phase.PREFILL)
         prefill_id, first = await self._prefill(expanded, placed, sampling)
+        self.life.first_token_at_s = time.monotonic()
         if first.finish_reason is not None:
             yield Tokens(() if first.finish_reason == "stop" else (first.first_token,), first.finish_reason)
             return

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from triptych.services.router.lifecycle import Attempt, Stage, StageStamp
 from triptych.services.router.load_book import InstanceView, LoadBook
-from triptych.shared.errors import DeadlineExceeded, InstanceLost, Overloaded
+from triptych.shared.errors import UNREACHABLE, DeadlineExceeded, InstanceLost, Overloaded
 from triptych.shared.messages import Heartbeat, InstanceId
 from triptych.shared.policies.routing import Choice
 from triptych.shared.registry import Registry
@@ -82,6 +82,10 @@ class Dispatcher:
             except Overloaded as error:
                 refusals[choice.instance_id] = error
                 continue
+            except InstanceLost as error:
+                if error.code == UNREACHABLE and error.instance_id == choice.instance_id:
+                    continue  # it never began: this is no failed attempt, and the instance is left out from now on
+                raise
             finally:
                 stamp.end(time.monotonic())
             stamp.end(time.monotonic(), getattr(result, "time", None))
@@ -90,7 +94,7 @@ class Dispatcher:
     async def _send(self, work: Work[T], instance_id: InstanceId, deadline_s: float) -> T:
         beat = self._registry.get(instance_id)
         if beat is None:
-            raise InstanceLost("an instance of a stage is gone", instance_id=instance_id)
+            raise InstanceLost("an instance of a stage is gone", instance_id=instance_id, code=UNREACHABLE)
         with self._book.hold(instance_id, work.stage, work.num_tokens):
             try:
                 return await self._until_lost(instance_id, work.send(beat), deadline_s)

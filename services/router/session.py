@@ -84,6 +84,7 @@ class ChatSession:
             raise
         except Exception as error:
             typed = as_typed(error)
+            self._tell(typed)
             await self._close(Phase.FAILED, typed.status)
             return error_response(typed)
         if not isinstance(response, EventStream):
@@ -94,7 +95,6 @@ class ChatSession:
         chat, job = await self._prepare(body)
         self._pieces = run_request(self._edge.parts, job, self._life)
         first = await anext(self._pieces)
-        self._life.first_token_at_s = time.monotonic()
         if not chat.stream:
             return JSONResponse(await self._whole(first, self._pieces))
         timeout_s = self._life.remaining_s(time.monotonic()) + SEND_GRACE_S
@@ -157,6 +157,7 @@ class ChatSession:
                     yield data
         except Exception as error:
             self._failure = as_typed(error)
+            self._tell(self._failure)
             yield event(error_object(self._failure))
             return
         yield (event(usage_chunk(self._header, self._life)) if with_usage else b"") + DONE
@@ -168,6 +169,11 @@ class ChatSession:
             return data
         last = chunk(self._header, {}, piece.finish_reason, with_usage)
         return data + event({**last, "triptych": trace(self._life)} if self._wants_trace else last)
+
+    def _tell(self, error: TriptychError) -> None:
+        if error.status >= 500:
+            attempts = len(self._life.attempts)
+            _log.warning(error.message, code=error.code, request_id=self._life.base_id, attempts=attempts)
 
     async def _on_streamed(self, is_sent: bool) -> None:
         if self._failure is not None:

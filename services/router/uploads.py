@@ -8,6 +8,7 @@ import httpx
 import msgspec
 
 from triptych.shared.errors import (
+    UNREACHABLE,
     DeadlineExceeded,
     InstanceLost,
     InternalError,
@@ -72,7 +73,8 @@ class Uploader:
         except (httpx.PoolTimeout, httpx.ReadTimeout, httpx.WriteTimeout):
             raise DeadlineExceeded() from None
         except httpx.HTTPError as error:
-            raise InstanceLost("a preprocess instance is gone", instance_id=beat.instance_id) from error
+            # Also when it broke off half-way: what arrived is dropped there with the request.
+            raise InstanceLost("a preprocess instance is gone", instance_id=beat.instance_id, code=UNREACHABLE) from error
         try:
             answer = msgspec.json.decode(response.content)
         except msgspec.DecodeError:

@@ -39,12 +39,13 @@ def choose_prefill(candidates: Sequence[StageView]) -> Choice | None:
 
 
 def choose_decode(candidates: Sequence[StageView], num_blocks: int, prefill_id: InstanceId) -> Choice | None:
-    """The prefill's own instance where it decodes too and has room for num_blocks more (nothing to transfer); else, of
-    those with room (of all, when none has), the one with fewest tokens in context. Ours: neither paper gives a rule.
+    """The prefill's own instance where it decodes too and is not full (it holds the KV: nothing is transferred, and only
+    what is generated needs blocks); else, of those with room for num_blocks (of all, when none has), the one with fewest
+    tokens in context. Ours: neither paper gives a rule.
     """
-    roomy = [view for view in candidates if view.num_free_blocks >= num_blocks]
-    if any(view.instance_id == prefill_id for view in roomy):
+    if any(view.instance_id == prefill_id and view.num_free_blocks > 0 for view in candidates):
         return Choice(prefill_id, "holds the KV already")
+    roomy = [view for view in candidates if view.num_free_blocks >= num_blocks]
     return _least(roomy or candidates, lambda view: view.num_pending_tokens, "tokens in context")
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from support.fake_stages import ANSWER, IMAGE_TOKENS, MODEL, World, events, text_of, until, write_toy_checkpoint
 from triptych.shared.errors import BadRequest, InstanceLost, InternalError, Overloaded
+from triptych.shared.http_host import listening_socket, url_of
 from triptych.shared.messages import (
     Accepted,
     DecodeRequest,
@@ -454,6 +455,33 @@ async def test_an_instance_lost_while_it_works(world: World, stage: str, tell: b
     if stage != "prefill":
         first, second = (request.request_id for request in stages["prefill"].seen[-2:]) if stage == "decode" else ("a", "b")
         assert first != second, "an attempt has an id of its own"
+
+
+@pytest.mark.parametrize("stage", ["preprocess", "encoder", "prefill", "decode"])
+async def test_an_instance_that_is_gone_before_anything_reached_it(world: World, stage: str) -> None:
+    """Its last heartbeat still says ready. Another one takes the work, and that is no second attempt."""
+    stages = world.add_all()
+    stages[stage].die(tell=False)
+    other = world.add(f"{stage}-1", stage)
+    response = await world.ask([words("x"), picture()], headers={"X-Triptych-Trace": "1"})
+    assert response.status_code == 200, response.text
+    assert response.json()["triptych"]["attempts"] == 1
+    assert other.seen
+
+
+async def test_uploads_to_an_instance_that_is_gone(world: World) -> None:
+    stages = world.add_all()
+    good_url, port = world.upload_url, listening_socket("127.0.0.1", 0)
+    world.upload_url = url_of(port)
+    port.close()
+    dead = world.add("a-preprocess", "preprocess")  # its id comes first, so that it is tried first
+    world.upload_url = good_url
+    response = await world.ask([picture()], headers={"X-Triptych-Trace": "1"})
+    assert response.status_code == 200, response.text
+    trace = response.json()["triptych"]
+    assert trace["attempts"] == 1
+    assert trace["stages"][0]["instance_id"] == stages["preprocess"].instance_id
+    assert not dead.seen
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -21,7 +21,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from triptych.services.router.app import RouterService
 from triptych.shared.bus import Bus
-from triptych.shared.errors import InstanceLost, TriptychError
+from triptych.shared.errors import UNREACHABLE, InstanceLost, TriptychError
 from triptych.shared.http_host import add_probes, gate_until_started, listening_socket, make_server, url_of
 from triptych.shared.messages import (
     Accepted,
@@ -124,7 +124,7 @@ class MemoryBus:
     async def request(self, instance_id: InstanceId, message: Message, timeout_s: float) -> Any:
         handler = self.handlers.get(instance_id)
         if handler is None:
-            raise InstanceLost("an instance of a stage is gone", instance_id=instance_id)
+            raise InstanceLost("an instance of a stage is gone", instance_id=instance_id, code=UNREACHABLE)
         reply = await handler(decode_request(encode(message)))
         assert reply is not None
         return decode_reply(encode(reply))

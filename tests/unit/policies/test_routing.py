@@ -48,11 +48,12 @@ def test_preprocess_is_chosen_by_requests() -> None:
 
 
 def test_decode_stays_with_the_kv_while_there_is_room() -> None:
-    own, other = view("own", tokens=9000, blocks=10), view("other", tokens=0, blocks=10)
+    own, other = view("own", tokens=9000, blocks=1), view("other", tokens=0, blocks=10)
     choice = choose_decode([other, own], num_blocks=10, prefill_id=InstanceId("own"))
     assert choice is not None
     assert choice.instance_id == "own"
-    choice = choose_decode([other, own], num_blocks=11, prefill_id=InstanceId("own"))
+    full = view("own", tokens=9000, blocks=0)
+    choice = choose_decode([other, full], num_blocks=11, prefill_id=InstanceId("own"))
     assert choice is not None
     assert choice.instance_id == "other", "without room anywhere the least loaded one, which may preempt"
 
@@ -83,7 +84,7 @@ def test_the_choice_is_a_candidate_none_is_better_and_order_does_not_matter(cand
 @LOADED
 @given(views, st.integers(0, 60))
 def test_decode_never_takes_one_without_room_where_another_has_it(candidates: list[View], num_blocks: int) -> None:
-    choice = choose_decode(candidates, num_blocks, InstanceId("a"))
+    choice = choose_decode(candidates, num_blocks, InstanceId("elsewhere"))
     assert (choice is None) == (not candidates)
     if choice is not None and any(v.num_free_blocks >= num_blocks for v in candidates):
         [chosen] = [v for v in candidates if v.instance_id == choice.instance_id]
