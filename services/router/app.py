@@ -16,9 +16,10 @@ from triptych.services.router.attempt import Limits, Parts
 from triptych.services.router.dispatch import Dispatcher
 from triptych.services.router.endpoints import add_endpoints
 from triptych.services.router.http_errors import error_response, install_error_handlers
-from triptych.services.router.lifecycle import STAGES, Attempt, Lifecycle, Phase
+from triptych.services.router.lifecycle import STAGES, Lifecycle, Phase
 from triptych.services.router.load_book import LoadBook
 from triptych.services.router.prompt import PromptBuilder
+from triptych.services.router.releases import Releases
 from triptych.services.router.router_metrics import RouterMetrics
 from triptych.services.router.session import ChatSession, Edge, Model
 from triptych.services.router.token_streams import TokenStreams
@@ -32,7 +33,6 @@ from triptych.shared.messages import (
     Message,
     ModelCard,
     ReleaseRequest,
-    RequestId,
     Service,
     StageLoad,
     stream_subject,
@@ -41,7 +41,6 @@ from triptych.shared.service import Report, ServiceApp, ServiceContext
 from triptych.shared.settings import Settings
 
 NUM_WORKER_THREADS = 2  # chosen: parsing and tokenizing; more would only take turns at the interpreter lock
-STOP_TIMEOUT_S = 5.0  # chosen: releases on their way when the process ends
 
 _log = structlog.get_logger(__name__)
 
@@ -55,6 +54,7 @@ class _Running:
     parts: Parts
     edge: Edge
     metrics: RouterMetrics
+    releases: Releases
 
 
 class RouterService:
@@ -66,7 +66,6 @@ class RouterService:
         self._settings = settings
         self._running: _Running | None = None
         self._inflight: dict[str, Lifecycle] = {}
-        self._releases: set[asyncio.Task[None]] = set()
         self._workers = ThreadPoolExecutor(NUM_WORKER_THREADS, thread_name_prefix="prepare")
         self.app = FastAPI(title="Triptych", summary="OpenAI-compatible chat with pictures")
         install_error_handlers(self.app)
@@ -85,6 +84,8 @@ class RouterService:
         for on_lost in (dispatcher.on_lost, streams.on_lost, book.on_lost):
             context.registry.on_lost(on_lost)
         await context.bus.listen(stream_subject(context.instance_id), streams.on_event)
+        releases = Releases(context.bus)
+        context.bus.on_reconnected(releases.on_reconnected)
         limits = Limits(self.max_model_len, checkpoint.eos_token_ids, self._settings.max_attempts)
         parts = Parts(
             router_id=context.instance_id,
@@ -94,10 +95,10 @@ class RouterService:
             streams=streams,
             uploader=Uploader(context.instance_id),
             limits=limits,
-            release=self._release,
+            release=lambda attempt: releases.release(attempt.request_id, attempt.touched),
         )
         edge = Edge(self._settings, Model(checkpoint.name, prompts), parts, self._workers, self._on_end)
-        self._running = _Running(context, checkpoint, parts, edge, RouterMetrics(context.metrics))
+        self._running = _Running(context, checkpoint, parts, edge, RouterMetrics(context.metrics), releases)
 
     async def handle(self, request: InstanceRequest) -> Message | None:
         """A router has no work for others."""
@@ -117,12 +118,11 @@ class RouterService:
         """Another router's requests are nothing to us."""
 
     def is_idle(self) -> bool:
-        return not self._inflight and not self._releases
+        return not self._inflight and (self._running is None or self._running.releases.is_idle)
 
     async def stop(self) -> None:
-        if self._releases:
-            await asyncio.wait(self._releases, timeout=STOP_TIMEOUT_S)
         if self._running is not None:
+            await self._running.releases.stop()
             await self._running.parts.uploader.close()
         self._workers.shutdown(wait=False, cancel_futures=True)
 
@@ -200,21 +200,6 @@ class RouterService:
             self._running.metrics.on_end(life, status, finish_reason, before)
             self._running.metrics.inflight.labels("router").set(len(self._inflight))
         _log.debug("request ended", request_id=life.base_id, status=status, attempts=len(life.attempts))
-
-    def _release(self, attempt: Attempt) -> None:
-        """Tell every instance that may hold something, also those that never answered. Not awaited: must not be cut off
-        when the request is cancelled."""
-        if not attempt.touched:
-            return
-        task = asyncio.create_task(self._publish_releases(attempt.request_id, sorted(attempt.touched)), name="release")
-        self._releases.add(task)
-        task.add_done_callback(self._releases.discard)
-
-    async def _publish_releases(self, request_id: RequestId, touched: list[InstanceId]) -> None:
-        if self._running is None:
-            return
-        for instance_id in touched:
-            await self._running.context.bus.publish(instance_id, ReleaseRequest(request_id))
 
 
 def make_service(settings: Settings) -> ServiceApp:
