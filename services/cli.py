@@ -71,8 +71,10 @@ def up(
     """Start a whole cluster on this machine; Ctrl-C stops it."""
     from triptych.services.launcher.plan import Counts  # pulls in HTTP client, NATS, uvloop: not for --help
     from triptych.services.launcher.up import UpOptions, run_up
+    from triptych.shared.checkpoint import open_checkpoint
 
     _need_model(settings)
+    open_checkpoint(settings.model, settings.model_name)  # a wrong model fails here, once; a hub id is downloaded once
     counts = Counts(router, preprocess, encoder, prefill, decode, colocated)
 
     def tell(line: str) -> None:
