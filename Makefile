@@ -1,7 +1,9 @@
-# What people run; `make help` lists it. On the command line: PYTHON (to make .venv), VENV, TORCH (version to install).
+# What people run; `make help` lists it. On the command line: PYTHON (to make .venv), VENV, TORCH (version to install),
+# JOBS (test processes of `make check`).
 PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= 2.13.0
+JOBS   ?= 2
 SHELL  := /bin/bash
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.setup-torch-$(TORCH)
@@ -47,7 +49,7 @@ check: setup types  ## format, lint, types, fast tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy $(SOURCE:%=build/types/triptych/%)
-	$(PYTEST) $(FAST)
+	$(PYTEST) --numprocesses $(JOBS) $(FAST)
 
 format: setup  ## rewrite the files as `make check` wants them
 	$(BIN)/ruff format .

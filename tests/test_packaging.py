@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import shutil
 import subprocess
@@ -39,6 +40,7 @@ def _declared(*extras: str) -> set[str]:
     return {_name(requirement) for requirement in listed} - {"triptych"}
 
 
+@functools.cache
 def _imported(*folders: str) -> dict[str, set[str]]:
     """Distribution name -> files that import it."""
     providers = packages_distributions()
