@@ -4,54 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
-from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 
 from support.cases import Case, random_case
 from support.client import ask, session
 from support.cluster import Cluster
+from support.raw_client import RawClient
 from support.reference import Reference
 from support.watch import Watch
 
 FREE_WITHIN_S = 2.0  # the acceptance bound
 NUM_TOKENS = 4000  # far more than are made before the client leaves
-IO_TIMEOUT_S = 30.0
 
 
 def endless(seed: int, num_pictures: int = 2) -> Case:
     return dataclasses.replace(random_case(seed, num_pictures), max_tokens=NUM_TOKENS)
-
-
-class RawClient:
-    """An HTTP client that can be as rude as a cut cable: no library finishes the exchange behind our back."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
-
-    @classmethod
-    async def post(cls, url: str, body: dict[str, Any]) -> RawClient:
-        parts = urlsplit(url)
-        reader, writer = await asyncio.open_connection(parts.hostname, parts.port, limit=1 << 20)
-        payload = json.dumps(body).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
-        writer.write(f"{head}Content-Length: {len(payload)}\r\n\r\n".encode() + payload)
-        await asyncio.wait_for(writer.drain(), IO_TIMEOUT_S)
-        return cls(reader, writer)
-
-    async def read_chunks(self, count: int) -> None:
-        """Reads until `count` chunks with text have come."""
-        while count:
-            line = await asyncio.wait_for(self._reader.readline(), IO_TIMEOUT_S)
-            assert line, "the server closed the stream"
-            if line.startswith(b"data: "):
-                choices = json.loads(line[6:])["choices"]
-                count -= bool(choices and choices[0]["delta"].get("content"))
-
-    def cut(self) -> None:
-        self._writer.transport.abort()
 
 
 async def is_busy(watch: Watch, stage: str) -> None:

@@ -14,6 +14,7 @@ import pytest
 from support.cases import chat, random_case
 from support.client import ask, session
 from support.cluster import Cluster, wait_for
+from support.raw_client import RawClient
 from support.reference import Reference
 from support.watch import Watch
 
@@ -92,14 +93,12 @@ async def test_ctrl_c_leaves_nothing(start_cluster: Callable[..., Cluster]) -> N
     processes = cluster.processes()
     assert len(processes) >= 9
     ports = {address for process in processes for address in listening(process)}
-    async with session() as http:
-        asking = [asyncio.create_task(ask(http, cluster.url, chat(f"Go on {i}", max_tokens=40), stream=True)) for i in range(6)]
-        async with Watch(cluster.nats_url) as watch:
-            await watch.until(
-                lambda beats: any(load.num_running for beat in beats.values() for load in beat.loads), 20, "work to run"
-            )
-        exit_code = await asyncio.to_thread(cluster.stop, signal.SIGINT)
-        await asyncio.gather(*asking, return_exceptions=True)
+    clients = [await RawClient.post(cluster.url, chat(f"Go on {i}", max_tokens=200).body(stream=True)) for i in range(6)]
+    for client in clients:
+        await client.read_chunks(1)
+    exit_code = await asyncio.to_thread(cluster.stop, signal.SIGINT)
+    for client in clients:
+        client.cut()
     assert exit_code == 0, cluster.log()
     left = [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
     assert not left
