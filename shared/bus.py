@@ -77,6 +77,7 @@ class Bus:
         self._in_flight: dict[str, _InFlight] = {}
         self._served: list[str] = []
         self._handlers: set[asyncio.Task[None]] = set()
+        self._listeners: dict[str, list[EventHandler]] = {}
         self._grace_until_s = 0.0
         link.on_reconnected(self._on_reconnected)
 
@@ -228,7 +229,12 @@ class Bus:
             await self._send(message.reply, encode(reply))
 
     async def listen(self, subject: str, handler: EventHandler) -> None:
-        """Call handler (on the loop, must not block) for each event, in order of arrival."""
+        """Call handler (on the loop, must not block) for each event, in order of arrival. A subject may have several, which
+        share one subscription."""
+        if subject in self._listeners:
+            self._listeners[subject].append(handler)
+            return
+        handlers = self._listeners[subject] = [handler]
 
         async def on_message(message: Msg) -> None:
             try:
@@ -236,13 +242,17 @@ class Bus:
             except msgspec.MsgspecError:
                 self.counters.num_invalid_payloads += 1
                 return
-            try:
-                handler(event)
-            except Exception:
-                self.counters.num_handler_errors += 1
-                _log.exception("event handler failed", message=type(event).__name__)
+            for one in handlers:
+                self._hand(event, one)
 
         await self._link.subscribe(subject, on_message)
+
+    def _hand(self, event: Event, handler: EventHandler) -> None:
+        try:
+            handler(event)
+        except Exception:
+            self.counters.num_handler_errors += 1
+            _log.exception("event handler failed", message=type(event).__name__)
 
     async def close(self) -> None:
         """Intake ends, running handlers are cancelled and their askers told, then the connection is closed."""

@@ -18,12 +18,13 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
-from triptych.shared.errors import Overloaded
+from triptych.shared.errors import BadRequest, Overloaded
 
 CONNECT_TIMEOUT_S = 20.0  # chosen: a NATS server starts in well under a second, a container in a few
 DIAL_TIMEOUT_S = 2  # chosen: one try; nats-py takes whole seconds
 RECONNECT_WAIT_S = 0.2  # chosen: plus as much jitter again and a half
 CLOSE_TIMEOUT_S = 3.0  # chosen: the last publishes are on their way within a round trip
+PING_INTERVAL_S = 10  # chosen: a server that hangs without closing is left after two of them; nats-py's default is 2 minutes
 PENDING_MESSAGES = 65_536  # chosen: per subscription; more are dropped and counted
 PENDING_BYTES = 64 << 20  # chosen: per subscription
 OUTBOUND_BYTES = 4 << 20  # chosen: what is kept for the server while the connection is broken
@@ -63,14 +64,16 @@ class NatsLink:
 
     @classmethod
     async def connect(cls, url: str, name: str) -> NatsLink:
-        """Raises Overloaded when no server answers at url within CONNECT_TIMEOUT_S."""
+        """Raises Overloaded when no server answers at url within CONNECT_TIMEOUT_S, BadRequest when url is none."""
         link = cls(url, name)
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 await link._open()
+        except nats.errors.Error as error:
+            raise BadRequest(f"TRIPTYCH_NATS_URL is not a NATS server's URL ({error})", code="bad_setting") from None
         except TimeoutError:
             await link._client.close()
-            place = urlsplit(url).netloc.rpartition("@")[2] or url
+            place = (urlsplit(url).netloc or url).rpartition("@")[2]
             detail = f" ({link._last_error})" if link._last_error else ""
             raise Overloaded(
                 f"no NATS server answers at {place} within {CONNECT_TIMEOUT_S:.0f} s{detail}; is TRIPTYCH_NATS_URL right?",
@@ -92,11 +95,17 @@ class NatsLink:
     async def subscribe(self, subject: str, callback: MessageCallback) -> None:
         """callback runs for one message after the other. The server knows of it when this returns. Once per subject."""
         self._callbacks[subject] = callback
-        await self._subscribe(subject, callback)
+        if self._is_reopening:
+            return  # it subscribes to all that is in _callbacks
         try:
+            await self._subscribe(subject, callback)
             await self._flush()
         except nats.errors.Error:
             _log.debug("subscribed while disconnected", subject=subject)  # replayed by the reconnect
+
+    @property
+    def _is_reopening(self) -> bool:
+        return self._reopening is not None and not self._reopening.done()
 
     async def _subscribe(self, subject: str, callback: MessageCallback) -> None:
         self._subscriptions[subject] = await self._client.subscribe(
@@ -150,18 +159,21 @@ class NatsLink:
             # nats-py annotates whole seconds but only compares and sleeps
             reconnect_time_wait=RECONNECT_WAIT_S * (1 + 1.5 * random.random()),  # type: ignore[arg-type]
             connect_timeout=DIAL_TIMEOUT_S,
+            ping_interval=PING_INTERVAL_S,
             pending_size=OUTBOUND_BYTES,
         )
 
     async def _reopen(self) -> None:
         """nats-py closed for good (the server sent -ERR): start again with a new client and the old subscriptions."""
         while self._is_up:
-            self._client = Client()
+            self._client, self._subscriptions = Client(), {}
             try:
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):
                     await self._open()
-                for subject, callback in self._callbacks.items():
-                    await self._subscribe(subject, callback)
+                while missing := self._callbacks.keys() - self._subscriptions.keys():  # others may come meanwhile
+                    for subject in missing:
+                        if subject in self._callbacks:
+                            await self._subscribe(subject, self._callbacks[subject])
             except (TimeoutError, OSError, nats.errors.Error) as error:
                 _log.warning("bus still unreachable", error=type(error).__name__)
                 await self._client.close()
@@ -190,5 +202,5 @@ class NatsLink:
             callback()
 
     async def _on_closed(self) -> None:
-        if self._is_up and (self._reopening is None or self._reopening.done()):
+        if self._is_up and not self._is_reopening:
             self._reopening = asyncio.create_task(self._reopen(), name="bus reopen")

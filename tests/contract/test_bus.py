@@ -339,10 +339,52 @@ async def test_a_request_whose_reply_was_lost_with_the_server_fails_soon(own_nat
     assert caught.value.code == "bus_lost"
 
 
-async def test_connecting_to_nobody_ends_with_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_every_listener_survives_a_connection_that_closed_for_good(own_nats: OwnNats, client: Bus, server: Bus) -> None:
+    """nats-py gives up where the server says -ERR: a new client must take up all that the old one did."""
+    first: list[Event] = []
+    second: list[Event] = []
+    late: list[Event] = []
+    for seen in (first, second):
+        await client.listen(LOST_SUBJECT, seen.append)
+    await client.serve(SERVER, answering(Accepted()))
+    own_nats.stop()
+    await until(lambda: not client.is_connected)
+    await client._link._client.close()
+    await client.listen(stream_subject(SERVER), late.append)
+    await own_nats.start_again()
+    await until(lambda: client.is_connected and server.is_connected)
+    assert await server.request(SERVER, StatusRequest(), TIMEOUT_S) == Accepted()
+    await server.publish_event(LOST_SUBJECT, Lost(SERVER, "server", 0, expected=True))
+    await server.publish_event(stream_subject(SERVER), TokenBatch(SERVER, ()))
+    await until(lambda: (len(first), len(second), len(late)) == (1, 1, 1))
+    with pytest.raises(InstanceLost):
+        await client.request(InstanceId("nobody-0"), StatusRequest(), TIMEOUT_S)
+
+
+async def test_one_listener_that_fails_does_not_keep_the_event_from_the_next(client: Bus, server: Bus) -> None:
+    seen: list[Event] = []
+
+    def fail(event: Event) -> None:
+        raise ValueError("bug")
+
+    for handler in (fail, seen.append):
+        await client.listen(LOST_SUBJECT, handler)
+    await server.publish_event(LOST_SUBJECT, Lost(SERVER, "server", 0, expected=True))
+    await until(lambda: len(seen) == 1)
+    assert client.counters.num_handler_errors == 1
+
+
+@pytest.mark.parametrize("url", ["nats://h:port", "nats://"])
+async def test_what_is_no_url_is_refused_at_once(url: str) -> None:
+    with pytest.raises(BadRequest, match="TRIPTYCH_NATS_URL"):
+        await asyncio.wait_for(Bus.connect(url, "test"), TIMEOUT_S)
+
+
+@pytest.mark.parametrize("url", ["nats://secret@127.0.0.1:1", "secret@127.0.0.1:1"])
+async def test_connecting_to_nobody_ends_with_a_clear_error(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
     monkeypatch.setattr("triptych.shared.nats_link.CONNECT_TIMEOUT_S", 0.5)
     with pytest.raises(Overloaded, match=r"127\.0\.0\.1:1 .*TRIPTYCH_NATS_URL") as caught:
-        await Bus.connect("nats://secret@127.0.0.1:1", "test")
+        await Bus.connect(url, "test")
     assert "secret" not in caught.value.message
 
 
