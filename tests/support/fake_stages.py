@@ -140,6 +140,9 @@ class MemoryBus:
     async def listen(self, subject: str, handler: Callable[[Event], None]) -> None:
         self.listeners[subject].append(handler)
 
+    def on_reconnected(self, callback: Callable[[], None]) -> None:
+        """It is never away."""
+
 
 class FakeStage:
     """One instance with any of the four stages. `hooks` replace what it does with a message; `held` is what it holds per
