@@ -347,7 +347,7 @@ class World:
             parts = running.parts
             kept = {
                 "inflight": len(self.router._inflight),
-                "releases": len(self.router._releases),
+                "releases": int(not running.releases.is_idle),
                 "streams": len(parts.streams),
                 "waiting": len(parts.dispatcher),
                 "book": len(parts.book),
