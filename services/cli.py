@@ -22,6 +22,7 @@ from triptych.services.setting_flags import EXTRA_ARGUMENTS, flag_of, with_setti
 from triptych.shared.errors import BadRequest
 from triptych.shared.messages import InstanceId, Role
 from triptych.shared.settings import PREFIX, Settings
+from triptych.shared.threads import thread_environment
 
 ROLES: tuple[Role, ...] = ("encoder", "prefill", "decode")
 STAGES = ("router", "preprocess", *ROLES, "scaler")
@@ -98,7 +99,7 @@ def serve(
     if stage != "scaler":
         _need_model(settings)
     name = _slot_name(settings, stages)
-    _limit_threads(settings, is_engine=stages[0] in ROLES)
+    os.environ.update(thread_environment(settings, is_engine=stages[0] in ROLES))
     raise typer.Exit(_run_stage(settings, stages, name, InstanceId(instance_id) if instance_id else None))
 
 
@@ -170,16 +171,6 @@ def _slot_name(settings: Settings, stages: tuple[str, ...]) -> str:
     if settings.name and not all(char.isalnum() or char in "-_" for char in name):
         raise BadRequest(f"name {name!r}: letters, digits, - and _ only", code="bad_setting")
     return "".join(char if char.isalnum() or char in "-_" else "-" for char in name)[:MAX_NAME_LENGTH]
-
-
-def _limit_threads(settings: Settings, is_engine: bool) -> None:
-    """Two busy OpenMP threads per process on shared cores cost a factor of 25: threads are bounded and wait passively."""
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    num_threads = (settings.threads or max(1, num_cores // settings.engine_instances)) if is_engine else 1
-    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-        os.environ[variable] = str(num_threads)
-    os.environ["OMP_WAIT_POLICY"] = "passive"
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
 def _run_stage(settings: Settings, stages: tuple[str, ...], name: str, instance_id: InstanceId | None) -> int:

@@ -7,6 +7,7 @@ tells of the loss every second until then.
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import time
 from collections import deque
@@ -17,6 +18,7 @@ import structlog
 
 from triptych.services.launcher.child import Child, ChildSpec
 from triptych.services.launcher.child_log import ChildLog
+from triptych.services.launcher.template import NoTemplateError, Template
 from triptych.shared.bus import Bus
 from triptych.shared.errors import BadRequest, Overloaded
 from triptych.shared.messages import LOST_SUBJECT, Accepted, InstanceId, InstanceRequest, LaunchRequest, Lost, Message
@@ -49,8 +51,9 @@ class Slot:
 class LocalLauncher:
     """Slots and their processes. on_exit is called with slot and exit status of each process that ends by itself."""
 
-    def __init__(self, on_exit: Callable[[Slot, int], None]) -> None:
+    def __init__(self, on_exit: Callable[[Slot, int], None], template: Template | None = None) -> None:
         self._on_exit = on_exit
+        self._template = template
         self._slots: dict[str, Slot] = {}
         self._bus: Bus | None = None
         self._is_stopping = False
@@ -117,8 +120,27 @@ class LocalLauncher:
                 return None
             slot.relaunch.clear()
             slot.instance_id = new_instance_id(slot.name)
-            slot.child = await Child.start(slot.make_spec(slot.instance_id), slot.log)
+            spec = slot.make_spec(slot.instance_id)
+            slot.child = await self._fork(spec, slot.log)
+            if slot.child is None and not self._is_stopping:
+                slot.child = await Child.start(spec, slot.log)
             return slot.child
+
+    async def _fork(self, spec: ChildSpec, log: ChildLog) -> Child | None:
+        """None when this process is not one to be forked, or can't be now."""
+        if self._template is None or spec.fork_arguments is None:
+            return None
+        reader, writer = os.pipe()
+        try:
+            pid = await self._template.fork(spec, writer)
+        except BaseException as error:
+            os.close(reader)
+            if isinstance(error, NoTemplateError):
+                return None
+            raise
+        finally:
+            os.close(writer)
+        return await Child.inherit(spec.name, pid, reader, log)
 
     async def _keep(self, slot: Slot, child: Child | None) -> None:
         while child is not None:

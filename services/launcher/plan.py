@@ -12,8 +12,10 @@ from triptych.services.launcher.child import ChildSpec
 from triptych.shared.errors import BadRequest
 from triptych.shared.messages import InstanceId
 from triptych.shared.settings import PREFIX, Settings
+from triptych.shared.threads import thread_environment
 
 ENGINE_STAGES = ("encoder", "prefill", "decode")
+TORCH_FREE_STAGES = ("router", "scaler")  # they start in a second; the others are forked from the template
 COLOCATED = ",".join(ENGINE_STAGES)
 MAX_PER_STAGE = 64  # chosen: a typo must not fork hundreds of processes
 
@@ -70,10 +72,20 @@ def child_env(settings: Settings, base: Mapping[str, str]) -> dict[str, str]:
     return env
 
 
+def template_env(settings: Settings, temp_dir: Path) -> dict[str, str]:
+    """The environment of the process that stages are forked from. One thread: an engine sets its own number."""
+    own = {"TMPDIR": str(temp_dir), **thread_environment(settings, is_engine=False)}
+    return {**child_env(settings, os.environ), **own}
+
+
 def serve_spec(slot: PlannedSlot, settings: Settings, port: int | None, instance_id: InstanceId, temp_dir: Path) -> ChildSpec:
     """How to start one stage. port: None for a free one. temp_dir: for its temporary files (torch leaves some behind)."""
-    command = [sys.executable, "-m", "triptych.services.cli", "serve", slot.stage, "--name", slot.name]
-    command += ["--instance-id", instance_id]
+    arguments: tuple[str, ...] = ("serve", slot.stage, "--name", slot.name, "--instance-id", instance_id)
     if port is not None:
-        command += ["--port", str(port)]
-    return ChildSpec(slot.name, tuple(command), {**child_env(settings, os.environ), "TMPDIR": str(temp_dir)})
+        arguments += ("--port", str(port))
+    return ChildSpec(
+        slot.name,
+        (sys.executable, "-m", "triptych.services.cli", *arguments),
+        {**child_env(settings, os.environ), "TMPDIR": str(temp_dir)},
+        fork_arguments=arguments if slot.stage not in TORCH_FREE_STAGES else None,
+    )

@@ -23,9 +23,10 @@ from triptych.services.launcher.child import ChildSpec
 from triptych.services.launcher.child_log import ChildLog
 from triptych.services.launcher.embedded import EmbeddedNats, EmbeddedServer, EmbeddedValkey
 from triptych.services.launcher.local import LocalLauncher, Slot
-from triptych.services.launcher.plan import Counts, PlannedSlot, num_engine_instances, plan_slots, serve_spec
+from triptych.services.launcher.plan import Counts, PlannedSlot, num_engine_instances, plan_slots, serve_spec, template_env
 from triptych.services.launcher.presence import Presence
 from triptych.services.launcher.run_file import RunAnnouncement, announce_run
+from triptych.services.launcher.template import IS_SUPPORTED, Template
 from triptych.shared.errors import TriptychError
 from triptych.shared.messages import Heartbeat, InstanceId
 from triptych.shared.process_memory import pss_bytes
@@ -101,7 +102,8 @@ class Up:
         self._logs = options.log_dir or folder / "logs"
         self._begin_s = time.monotonic()
         self._slots = plan_slots(options.counts)
-        self._launcher = LocalLauncher(self._on_exit)
+        self._template = Template(template_env(settings, folder / "tmp")) if IS_SUPPORTED else None
+        self._launcher = LocalLauncher(self._on_exit, self._template)
         self._presence: Presence | None = None
         self._router_port = settings.port
         self._asked_to_stop = asyncio.Event()
@@ -160,6 +162,8 @@ class Up:
         self._logs.mkdir(parents=True, exist_ok=True)
         (self._folder / "tmp").mkdir()
         self._options.tell(f"logs: {self._logs}")
+        if (template := self._template) is not None:  # it imports torch while the servers start
+            await self._launcher.start(Slot(Template.name, lambda _: template.spec(), self._log(Template.name), is_own=True))
         update: dict[str, object] = {
             "nats_url": self._settings.nats_url or await self._start_server(EmbeddedNats),
             "redis_url": self._settings.redis_url or await self._start_server(EmbeddedValkey),
@@ -169,8 +173,9 @@ class Up:
         self._settings = self._settings.model_copy(update=update)
         self._presence = await Presence.join(self._settings, self._launcher.handle, self._on_ready)
         self._launcher.use_bus(self._presence.bus)
-        for planned in self._slots:
-            await self._launcher.start(self._slot(planned))
+        async with asyncio.TaskGroup() as tasks:
+            for planned in self._slots:
+                tasks.create_task(self._launcher.start(self._slot(planned)))
         return self._info(await self._until_ready(self._presence), self._presence)
 
     async def _start_server(self, kind: type[EmbeddedServer]) -> str:
@@ -253,6 +258,7 @@ class Up:
     async def _stop(self) -> None:
         """Routers first, they drain while the stages still work; servers last."""
         bound_s = self._settings.drain_timeout_s + KILL_AFTER_S
+        await self._launcher.stop([Template.name], KILL_AFTER_S)  # first: nobody shall wait for a fork any more
         await self._launcher.stop([slot.name for slot in self._slots if slot.stage == "router"], bound_s)
         await self._launcher.stop([slot.name for slot in self._slots if slot.stage != "router"], bound_s)
         if self._presence is not None:

@@ -17,6 +17,7 @@ from triptych.shared.errors import BadRequest
 from triptych.shared.messages import ImageInfo
 
 _untyped: Any = transformers  # most of transformers has no annotations
+_Model: Any = _untyped.Qwen2_5_VLForConditionalGeneration  # imported with this module: what is forked later has it
 
 
 class Qwen25VL:
@@ -27,7 +28,7 @@ class Qwen25VL:
         _untyped.AttentionInterface.register(ATTENTION_NAME, paged_attention)
         _untyped.utils.logging.disable_progress_bar()
         # from_pretrained builds on the meta device and assigns the tensors of the safetensors files
-        self._model: Any = _untyped.Qwen2_5_VLForConditionalGeneration.from_pretrained(
+        self._model: Any = _Model.from_pretrained(
             checkpoint.path,
             dtype=dtype,
             attn_implementation={"": "sdpa", "text_config": ATTENTION_NAME, "vision_config": "sdpa"},
