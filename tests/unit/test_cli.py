@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 
@@ -102,22 +101,3 @@ def test_help_loads_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert "LOADED []" in done.stdout
-
-
-@pytest.mark.parametrize(("threads", "is_engine", "expected"), [(3, True, "3"), (3, False, "1")])
-def test_threads_are_bounded_before_torch(
-    monkeypatch: pytest.MonkeyPatch, threads: int, is_engine: bool, expected: str
-) -> None:
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OMP_WAIT_POLICY", "TOKENIZERS_PARALLELISM"):
-        monkeypatch.setenv(name, "unset")
-    cli._limit_threads(Settings(threads=threads), is_engine)
-    assert os.environ["OMP_NUM_THREADS"] == os.environ["MKL_NUM_THREADS"] == expected
-    assert (os.environ["OMP_WAIT_POLICY"], os.environ["TOKENIZERS_PARALLELISM"]) == ("passive", "false")
-
-
-def test_threads_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    for engine_instances, expected in ((1, "8"), (3, "2"), (20, "1")):
-        monkeypatch.setenv("OMP_NUM_THREADS", "unset")
-        cli._limit_threads(Settings(engine_instances=engine_instances), True)
-        assert os.environ["OMP_NUM_THREADS"] == expected
