@@ -44,16 +44,18 @@ class Pair:
         return self._slots
 
     def post_send(self, transfer_id: int, raw: torch.Tensor) -> None:
-        """Start sending 1-D uint8 `raw` to the puller; it must stay as it is until `finish_send` or `close`.
+        """Start sending 1-D uint8 `raw` to the puller; it must stay as it is until `finish_send` or `close`. Called from a
+        thread, while the loop may drop the group.
 
         Raises:
             InstanceLost: the group is broken (code pair_lost).
         """
-        if self._group is None:
+        group, sends = self._group, self._sends
+        if group is None:
             raise pair_lost()
         tensor = raw if self.backend == "gloo" else raw.cuda()
         try:
-            self._sends[transfer_id] = self._group.send([tensor], PULLER_RANK, transfer_id), tensor
+            sends[transfer_id] = group.send([tensor], PULLER_RANK, transfer_id), tensor
         except RuntimeError as error:
             raise pair_lost() from error
 

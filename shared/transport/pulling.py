@@ -20,7 +20,7 @@ from typing import Literal
 
 import torch
 
-from triptych.shared.errors import DeadlineExceeded, InstanceLost, InternalError, TriptychError
+from triptych.shared.errors import UNREACHABLE, DeadlineExceeded, InstanceLost, InternalError, TriptychError
 from triptych.shared.messages import InstanceId, PullDone, PullReply, PullRequest, TensorRef, TransportAddress
 from triptych.shared.transport.api import ControlPlane
 from triptych.shared.transport.pair import Pair, pair_lost
@@ -30,6 +30,11 @@ from triptych.shared.transport.torch_distributed import Owners, backend_of
 Mode = Literal["auto", "gloo", "shared_memory"]
 
 _TAGS = 1 << 31
+# The owner's answers that it gives before it sends anything, and NATS's that nobody is there. After any other failure, such as
+# a lost reply, a send may be under way.
+_REFUSALS = frozenset(
+    ("tensor_gone", "tensor_mismatch", "too_many_pulls", "tensor_store_full", "tensor_too_large", UNREACHABLE)
+)
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +94,8 @@ class Puller:
                 done.is_copied = True
             return destination
         if self._mode == "shared_memory":
+            async with _Done(self, pull):
+                await self._ask(pull, pull.request(self._instance_id, "shared_memory"))  # a dead owner is InstanceLost
             raise InternalError("the owner's shared memory cannot be reached from here", code="transport_unusable")
         try:
             return await self._pull_over_pair(pull)
@@ -116,14 +123,14 @@ class Puller:
             pair.slots.release()
 
     async def _receive(self, pull: Pull, pair: Pair, request: PullRequest) -> torch.Tensor:
-        """From here on a send may be under way: whatever fails, but for a refusal by the owner, breaks the pair."""
+        """From here on a send may be under way: whatever fails, but for a refusal, breaks the pair."""
         is_refused = False
         try:
             async with _Done(self, pull) as done:
                 try:
                     await self._ask(pull, request)
                 except TriptychError as error:
-                    is_refused = error.code not in ("pair_lost", "timeout", "instance_lost")
+                    is_refused = error.code in _REFUSALS
                     raise
                 destination = pull.allocate()
                 if pull.ref.num_bytes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal, Protocol, cast
 
@@ -94,10 +95,13 @@ class Rendezvous:
         options._threads = 1  # sends and receives run in the device's loop thread; these only serve collectives
         return cast(Group, _c10d.ProcessGroupGloo(store, rank, 2, options))
 
-    def sweep_keys(self, live_names: frozenset[str]) -> None:
-        """Drop the keys of groups that are no more, so that the store doesn't grow with every epoch."""
-        for key in self._store.list_keys():
-            if not any(key.startswith(f"{name}/") for name in live_names):
+    def sweep_keys(self, live_names: Callable[[], frozenset[str]]) -> None:
+        """Drop the keys of groups that are no more, so that the store doesn't grow with every epoch. live_names is called
+        after the keys were listed: a group that forms meanwhile must not lose its own."""
+        keys = self._store.list_keys()
+        live = live_names()
+        for key in keys:
+            if not any(key.startswith(f"{name}/") for name in live):
                 self._store.delete_key(key)
 
     def close(self) -> None:

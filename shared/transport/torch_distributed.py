@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections.abc import Callable
 from concurrent.futures import Executor
 
 import torch
@@ -36,6 +37,7 @@ class Pullers:
         self._rendezvous = rendezvous
         self._copies = copies
         self._joins: dict[InstanceId, tuple[int, asyncio.Task[Pair]]] = {}
+        self._names: frozenset[str] = frozenset()  # of the groups in _joins, to be read by threads
 
     def accept(self, message: PairRequest, timeout_s: float) -> None:
         """Begin to join the puller's new group.
@@ -51,9 +53,11 @@ class Pullers:
         join = asyncio.create_task(self._join(message, timeout_s, known[1] if known else None))
         join.add_done_callback(_retrieve)
         self._joins[message.puller] = message.epoch, join
+        self._note_names()
 
-    async def send(self, message: PullRequest, raw: torch.Tensor, timeout_s: float) -> None:
-        """Post the send of a pinned tensor's bytes.
+    async def send(self, message: PullRequest, view: Callable[[], torch.Tensor], timeout_s: float) -> None:
+        """Post the send of a pinned tensor's bytes. view is called when the pair is there: the puller may have given up the
+        transfer while it formed.
 
         Raises:
             InstanceLost: there is no such pair (code pair_lost). DeadlineExceeded: it did not form in time.
@@ -69,7 +73,7 @@ class Pullers:
         except RuntimeError as error:
             raise pair_lost() from error
         # in a thread: a ready receiver makes the send write to the socket at once
-        await asyncio.get_running_loop().run_in_executor(self._copies, pair.post_send, message.transfer_id, raw)
+        await asyncio.get_running_loop().run_in_executor(self._copies, pair.post_send, message.transfer_id, view())
 
     async def finish(self, puller: InstanceId, transfer_id: int) -> None:
         """A transfer is over: its memory is no longer read when this returns."""
@@ -81,6 +85,7 @@ class Pullers:
         """Close the pair with a puller, if there is one."""
         _, join = self._joins.pop(puller, (0, None))
         if join is not None:
+            self._note_names()
             await _close(join)
 
     def has(self, puller: InstanceId) -> bool:
@@ -100,15 +105,17 @@ class Pullers:
         if previous is not None:
             await _close(previous)
         name = pair_name(self._instance_id, message.puller, message.epoch)
-        live = frozenset(pair_name(self._instance_id, puller, epoch) for puller, (epoch, _) in self._joins.items())
         rendezvous = self._rendezvous
 
         def join() -> Pair:
-            rendezvous.sweep_keys(live)
+            rendezvous.sweep_keys(lambda: self._names)
             group = rendezvous.join(name, OWNER_RANK, rendezvous.host, rendezvous.port, timeout_s, message.channel)
             return Pair(group, message.epoch, message.channel)
 
         return await in_thread(join)
+
+    def _note_names(self) -> None:
+        self._names = frozenset(pair_name(self._instance_id, puller, epoch) for puller, (epoch, _) in self._joins.items())
 
 
 class Owners:
@@ -163,7 +170,7 @@ class Owners:
             self.discard(owner, pair)
 
     async def close(self) -> None:
-        for owner in tuple(self._pairs):
+        for owner in {*self._pairs, *self._forming}:
             self.forget(owner)
         if self._closing:
             await asyncio.wait(self._closing, timeout=5.0)

@@ -181,7 +181,8 @@ class InstanceTransport:
         key = PullKey(message.puller, message.transfer_id)
         try:
             if lease.num_bytes:
-                await self._pullers.send(message, self._store.view(lease), min(message.timeout_s, self._transfer_timeout_s))
+                timeout_s = min(message.timeout_s, self._transfer_timeout_s)
+                await self._pullers.send(message, lambda: self._store.view(lease), timeout_s)
         except BaseException:
             self._spawn(self._finish(message.tensor_id, key))
             raise

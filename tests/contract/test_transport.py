@@ -11,10 +11,10 @@ import msgspec
 import pytest
 import torch
 
+from support.loopback import LoopbackPlane
 from support.transport import until
 from triptych.shared.errors import DeadlineExceeded, InstanceLost, InternalError, Overloaded
 from triptych.shared.messages import InstanceId, Message, PairRequest, PullDone, PullRequest, Reply, RequestId, TensorRef
-from triptych.shared.transport.loopback import LoopbackPlane
 from triptych.shared.transport.transport import InstanceTransport
 
 CAPACITY_BYTES = 80 << 20
@@ -30,13 +30,17 @@ class Plane(LoopbackPlane):
         super().__init__()
         self.sent: list[Message] = []
         self.silent = False
+        self.loses_reply = False
 
     async def request(self, instance_id: InstanceId, message: Message, timeout_s: float) -> Reply:
         self.sent.append(message)
         if self.silent:
             await asyncio.sleep(timeout_s)
             raise DeadlineExceeded("no answer in time")
-        return await super().request(instance_id, message, timeout_s)
+        reply = await super().request(instance_id, message, timeout_s)
+        if self.loses_reply and isinstance(message, PullRequest):
+            raise InstanceLost("the message bus was restarted", code="bus_lost")
+        return reply
 
     async def publish(self, instance_id: InstanceId, message: Message) -> None:
         self.sent.append(message)
@@ -431,8 +435,53 @@ class TestLostOwner:
         remote.plane.silent = False
         assert torch.equal(await remote.pull(ref), torch.ones(10))
 
+    async def test_a_lost_reply_breaks_the_pair_that_may_be_sending(self, remote: Peers) -> None:
+        refs = [await remote.owner.put(torch.ones(1 << 20), REQUEST, 30.0) for _ in range(2)]
+        await remote.pull(refs[0], release=False)
+        remote.plane.loses_reply = True
+        with pytest.raises(InstanceLost):
+            await remote.pull(refs[0])
+        remote.plane.loses_reply = False
+        for ref in refs:
+            assert torch.equal(await remote.pull(ref), torch.ones(1 << 20))
+        await remote.settled()
+        epochs = [
+            message.epoch for message in remote.plane.sent if isinstance(message, PullRequest) and message.channel == "gloo"
+        ]
+        assert not epochs or epochs[1] not in epochs[2:]
+
     async def test_channel_is_the_one_asked_for(self, remote: Peers, request: pytest.FixtureRequest) -> None:
         ref = await remote.owner.put(torch.ones(10), REQUEST, 30.0)
         await remote.pull(ref)
         channels = [message.channel for message in remote.plane.sent if isinstance(message, PullRequest)]
         assert channels == [request.node.callspec.params["peers"]]
+
+
+@pytest.fixture
+async def apart() -> AsyncIterator[Peers]:
+    """Shared memory is prescribed, and the owner's cannot be opened from where the puller is."""
+    plane = Plane()
+    made = [InstanceTransport(name, plane, "127.0.0.1", CAPACITY_BYTES, "shared_memory") for name in (OWNER, PULLER)]
+    for name, transport in zip((OWNER, PULLER), made, strict=True):
+        await transport.start()
+        plane.transports[name] = transport
+    made[0].address = msgspec.structs.replace(made[0].address, arena_path="/proc/1/fd/99999")
+    yield Peers(plane, *made)
+    for transport in made:
+        await transport.close()
+
+
+async def test_unreachable_shared_memory_of_a_living_owner_is_our_fault(apart: Peers) -> None:
+    ref = await apart.owner.put(torch.ones(10), REQUEST, 30.0)
+    with pytest.raises(InternalError) as caught:
+        await apart.pull(ref)
+    assert caught.value.code == "transport_unusable"
+    apart.owner.release(ref.tensor_id)
+    await apart.settled()
+
+
+async def test_unreachable_shared_memory_of_a_dead_owner_is_its_loss(apart: Peers) -> None:
+    ref = await apart.owner.put(torch.ones(10), REQUEST, 30.0)
+    del apart.plane.transports[OWNER]
+    with pytest.raises(InstanceLost):
+        await apart.pull(ref)

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import torch
 
+from support.loopback import handle
 from triptych.shared.errors import DeadlineExceeded, InstanceLost, TriptychError, WireError, from_wire
 from triptych.shared.messages import (
     ErrorReply,
@@ -30,7 +31,6 @@ from triptych.shared.messages import (
     encode,
 )
 from triptych.shared.transport.layout import DTYPES, shaped
-from triptych.shared.transport.loopback import handle
 from triptych.shared.transport.transport import InstanceTransport
 
 PARENT = InstanceId("parent-0-aa")

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from support.loopback import handle
 from support.transport import PARENT, Frame, Order, PipePlane, pattern
 from triptych.shared.messages import PullRequest, TensorRef, TransportAddress, decode_request, encode
-from triptych.shared.transport.loopback import handle
 from triptych.shared.transport.transport import InstanceTransport
 
 TESTS = Path(__file__).resolve().parents[1]

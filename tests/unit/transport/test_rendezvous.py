@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -26,7 +27,9 @@ def test_refuses_to_listen_on_all_interfaces(host: str) -> None:
 
 
 class Sides(NamedTuple):
+    plane: Plane
     rendezvous: Rendezvous
+    theirs: Rendezvous
     pullers: Pullers
     owners: Owners
     address: TransportAddress
@@ -53,7 +56,7 @@ async def sides() -> AsyncIterator[Sides]:
         rendezvous, theirs = Rendezvous("127.0.0.1"), Rendezvous("127.0.0.1")
         pullers = plane.pullers = Pullers(OWNER, rendezvous, copies)
         owners = Owners(PULLER, theirs, plane)
-        yield Sides(rendezvous, pullers, owners, TransportAddress("", "", rendezvous.host, rendezvous.port))
+        yield Sides(plane, rendezvous, theirs, pullers, owners, TransportAddress("", "", rendezvous.host, rendezvous.port))
         await owners.close()
         await pullers.close()
         rendezvous.close()
@@ -66,7 +69,7 @@ async def transfer(sides: Sides, transfer_id: int) -> int:
     pair = await sides.owners.pair_with(OWNER, sides.address, "gloo", deadline_s)
     data, out = torch.arange(100, dtype=torch.uint8), torch.zeros(100, dtype=torch.uint8)
     request = PullRequest("t", PULLER, "gloo", transfer_id, (100,), "uint8", 100, 5.0, pair.epoch)  # type: ignore[arg-type]
-    await sides.pullers.send(request, data, 5.0)
+    await sides.pullers.send(request, lambda: data, 5.0)
     await pair.receive(transfer_id, out, 5.0)
     await sides.pullers.finish(PULLER, transfer_id)
     assert torch.equal(data, out)
@@ -94,11 +97,40 @@ async def test_dead_epochs_leave_nothing_behind(sides: Sides) -> None:
     assert files[-1] <= files[2] + 6
 
 
+async def test_a_sweep_spares_a_group_that_forms_meanwhile(sides: Sides) -> None:
+    """The first pair's sweep is late: the second puller has written its keys by then, the owner not yet."""
+    sweep, join, store = sides.rendezvous.sweep_keys, sides.rendezvous.join, sides.rendezvous._store
+    entered, has_swept = threading.Event(), threading.Event()
+    other = InstanceId("puller-1-cc")
+
+    def late_sweep(live_names: Callable[[], frozenset[str]]) -> None:
+        if not entered.is_set():
+            entered.set()
+            while not any(f"/{other}/" in key for key in store.list_keys()):
+                assert not has_swept.wait(0.01)
+            sweep(live_names)
+            has_swept.set()
+
+    def late_join(*args: Any) -> Any:
+        assert has_swept.wait(10)
+        return join(*args)
+
+    sides.rendezvous.sweep_keys = late_sweep  # type: ignore[method-assign]
+    sides.rendezvous.join = late_join  # type: ignore[method-assign]
+    others = Owners(other, sides.theirs, sides.plane)
+    first = asyncio.create_task(transfer(sides, 0))
+    await asyncio.to_thread(entered.wait, 10)
+    pair = await others.pair_with(OWNER, sides.address, "gloo", asyncio.get_running_loop().time() + 10)
+    assert not pair.is_closed
+    assert await first == 1
+    await others.close()
+
+
 async def test_another_epoch_is_a_typed_miss(sides: Sides) -> None:
     epoch = await transfer(sides, 0)
     request = PullRequest("t", PULLER, "gloo", 1, (1,), "uint8", 1, 5.0, epoch + 1)  # type: ignore[arg-type]
     with pytest.raises(InstanceLost) as lost:
-        await sides.pullers.send(request, torch.zeros(1, dtype=torch.uint8), 5.0)
+        await sides.pullers.send(request, lambda: torch.zeros(1, dtype=torch.uint8), 5.0)
     assert lost.value.code == "pair_lost"
     with pytest.raises(InternalError):
         sides.pullers.accept(PairRequest(PULLER, epoch, 5.0), 5.0)

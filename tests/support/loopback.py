@@ -1,4 +1,4 @@
-"""A `ControlPlane` between transports of one process, without a bus: for tests and benchmarks of the transport alone.
+"""A `ControlPlane` between transports of one process, without a bus, and what a host does with its messages.
 
 Messages go through their wire form, and are handled as tasks of their own, as on the bus.
 """
