@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 
+ERROR_PAUSE_S = 0.05  # chosen: a step that always fails must not take the event loop for itself
+
 _log = structlog.get_logger(__name__)
 
 
@@ -47,14 +49,24 @@ class StepLoop:
     async def _run(self) -> None:
         while True:
             self._woken.clear()
-            self.is_stepping = True
-            try:
-                has_worked = await self._step()
-            except Exception as error:
-                _log.exception("a step failed", role=self._name)
-                self._on_error(error)
-                has_worked = True
-            finally:
-                self.is_stepping = False
-            if not has_worked:
+            if not await self._step_once():
                 await self._woken.wait()
+
+    async def _step_once(self) -> bool:
+        """Whatever the step or on_error raise, the loop goes on: without it the instance would take work and never do it."""
+        self.is_stepping = True
+        try:
+            return await self._step()
+        except Exception as error:
+            _log.exception("a step failed", role=self._name)
+            self._drop_after(error)
+        finally:
+            self.is_stepping = False
+        await asyncio.sleep(ERROR_PAUSE_S)
+        return True
+
+    def _drop_after(self, error: Exception) -> None:
+        try:
+            self._on_error(error)
+        except Exception:
+            _log.exception("could not drop the work of a failed step", role=self._name)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from triptych.shared.engine import loop as loop_module
 from triptych.shared.engine.isolate import as_typed, each_alone
 from triptych.shared.engine.loop import StepLoop
 from triptych.shared.engine.thread import EngineThread
@@ -80,7 +81,8 @@ def test_errors_get_a_type_without_their_text() -> None:
     assert internal.message == "encoding failed"
 
 
-async def test_a_loop_sleeps_without_work_and_survives_errors() -> None:
+async def test_a_loop_sleeps_without_work_and_survives_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_module, "ERROR_PAUSE_S", 0.0)
     work = [1, 0, 2]
     done: list[int] = []
     errors: list[Exception] = []
@@ -104,3 +106,26 @@ async def test_a_loop_sleeps_without_work_and_survives_errors() -> None:
         await asyncio.sleep(0)
     assert done == [2, 1, 2]
     await loop.stop()
+
+
+async def test_a_step_that_always_fails_leaves_room_for_others_and_never_ends_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_module, "ERROR_PAUSE_S", 0.001)
+    num_steps = 0
+    three = asyncio.Event()
+
+    async def step() -> bool:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 3:
+            three.set()
+        assert num_steps < 10_000, "it never let go of the event loop"
+        raise ZeroDivisionError
+
+    def on_error(error: Exception) -> None:
+        raise KeyError("a bug in the cleaning up, too")
+
+    loop = StepLoop("test", step, on_error)
+    loop.start()
+    await asyncio.wait_for(three.wait(), TIMEOUT_S)
+    await loop.stop()
+    assert num_steps < 100
