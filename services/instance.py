@@ -17,7 +17,7 @@ from fastapi import FastAPI
 from prometheus_client import Counter
 
 from triptych.shared.engine.thread import EngineThread
-from triptych.shared.errors import BadRequest, Overloaded
+from triptych.shared.errors import InternalError, Overloaded
 from triptych.shared.messages import (
     DecodeRequest,
     EncodeRequest,
@@ -33,7 +33,6 @@ from triptych.shared.messages import (
     Role,
     Service,
 )
-from triptych.shared.request_owners import RequestOwners
 from triptych.shared.request_tasks import RequestTasks
 from triptych.shared.service import Report, ServiceApp, ServiceContext
 from triptych.shared.settings import Settings
@@ -43,7 +42,6 @@ if TYPE_CHECKING:  # imports torch
 
 HOUSEKEEPING_S = 0.5  # chosen: how soon after turning idle the block counts are checked
 CHECK_INTERVAL_S = 5.0  # chosen: the check takes 0.1 s of Python with 30 000 blocks
-OWNER_MEMORY_S = 60.0  # chosen: how long after its deadline a request's router is remembered; leases end before
 
 _ROLE_OF: dict[type[Message], Role] = {EncodeRequest: "encoder", PrefillRequest: "prefill", DecodeRequest: "decode"}
 _log = structlog.get_logger(__name__)
@@ -70,7 +68,6 @@ class InstanceService:
         self._initial_roles = roles
         self._thread = EngineThread()
         self._tasks = RequestTasks()
-        self._owners = RequestOwners()
         self._roles: dict[Role, StageRole] = {}
         self._frame: ServiceContext
         self._context: HostContext
@@ -121,7 +118,7 @@ class InstanceService:
             case ReleaseRequest():
                 self._release(request.request_id)
             case _:
-                raise BadRequest(f"an instance has no use for a {type(request).__name__}", code="invalid_message")
+                raise InternalError(f"an instance has no use for a {type(request).__name__}", code="invalid_message")
         return None
 
     async def _work(self, request: EncodeRequest | PrefillRequest | DecodeRequest) -> Message:
@@ -130,7 +127,6 @@ class InstanceService:
             raise Overloaded("this instance takes no such work", code="stage_unavailable")
         self._num_handled += 1
         with self._tasks.track(request.request_id, request.router_id):
-            self._owners.note(request.request_id, request.router_id, request.timeout_s + OWNER_MEMORY_S)
             try:
                 return await role.handle(request)
             finally:
@@ -140,11 +136,10 @@ class InstanceService:
     def _release(self, request_id: RequestId) -> None:
         self._tasks.cancel(request_id)
         self._context.transport.release_request(request_id)
-        self._owners.forget(request_id)
 
     def on_router_lost(self, router_id: InstanceId) -> None:
         """Free everything that this router's requests hold."""
-        for request_id in {*self._tasks.cancel_router(router_id), *self._owners.of(router_id)}:
+        for request_id in self._tasks.cancel_router(router_id):
             self._release(request_id)
 
     def is_idle(self) -> bool:

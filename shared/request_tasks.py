@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from triptych.shared.errors import Overloaded
+from triptych.shared.errors import InstanceLost
 from triptych.shared.messages import InstanceId, RequestId
 
 RELEASED_MEMORY_S = 60.0  # chosen: longer than a message can be under way, shorter than ids could ever matter
@@ -63,16 +63,13 @@ class RequestTasks:
         """Tasks inside `track`."""
         return self._num_running
 
-    def num_running_for(self, request_id: RequestId) -> int:
-        return len(self._running.get(request_id, ()))
-
     def is_released(self, request_id: RequestId) -> bool:
         """Whether `cancel(request_id)` came within the last released_memory_s."""
         released_at = self._released_at.get(request_id)
         return released_at is not None and self._clock() - released_at < self._released_memory_s
 
     def refuse_released(self, request_id: RequestId) -> None:
-        """Raises Overloaded (code request_released) when the request was released before."""
+        """Raises InstanceLost (code request_released) when the request was released before."""
         if self.is_released(request_id):
             raise _released()
 
@@ -80,7 +77,7 @@ class RequestTasks:
         """Remember whose request this is, until `cancel`. track() does it by itself.
 
         Raises:
-            Overloaded: code request_released.
+            InstanceLost: code request_released.
         """
         self.refuse_released(request_id)
         self._router_of[request_id] = router_id
@@ -94,7 +91,7 @@ class RequestTasks:
         the block as a typed error, so that the bus still answers; a cancellation from elsewhere passes through.
 
         Raises:
-            Overloaded: code request_released: the request was released, before or during the block.
+            InstanceLost: code request_released: the request was released, before or during the block.
         """
         self.note(request_id, router_id)
         task = asyncio.current_task()
@@ -151,5 +148,7 @@ class RequestTasks:
             del self._released_at[oldest_id]
 
 
-def _released() -> Overloaded:
-    return Overloaded("the request was released", code="request_released", retry_after_s=None)
+def _released() -> InstanceLost:
+    """A router that still wants an answer must begin again, under a new id: this one is refused for a while. (It was silent
+    for so long that it counted as lost.)"""
+    return InstanceLost("what an instance held for the request was dropped", code="request_released")
