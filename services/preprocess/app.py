@@ -95,10 +95,14 @@ class PreprocessService:
                 self._release(request.request_id)
                 return None
             case _:
-                raise InternalError(f"preprocess does not take a {type(request).__name__}")
+                raise InternalError(f"preprocess has no use for a {type(request).__name__}", code="invalid_message")
 
     async def _preprocess(self, request: PreprocessRequest) -> PreprocessReply:
-        self._refuse_new()
+        try:
+            self._refuse_new()
+        except Overloaded:
+            self._store.drop(request.media_id)  # its router goes elsewhere, with another upload
+            raise
         with self._tasks.track(request.request_id, request.router_id):
             self._num_preprocessing += 1
             try:

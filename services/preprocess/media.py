@@ -103,6 +103,11 @@ class MediaStore:
         del self._uploads[media_id]
         return upload.buffer
 
+    def drop(self, media_id: str | None) -> None:
+        """Drop one upload. Idempotent."""
+        if media_id in self._uploads:
+            self._drop([media_id])
+
     def release_request(self, request_id: RequestId) -> None:
         """Drop a request's uploads. Idempotent."""
         self._drop([media_id for media_id, upload in self._uploads.items() if upload.request_id == request_id])

@@ -351,7 +351,7 @@ async def test_waiting_is_bounded(start: Start, hanging_url: str) -> None:
     assert (await preprocess.upload(_png())).status_code == 503
     for index, task in enumerate(hanging):
         await preprocess.release(RequestId(f"h{index}"))
-        with pytest.raises(Overloaded):
+        with pytest.raises(InstanceLost):
             await task
     await preprocess.until_empty()
 
@@ -368,7 +368,7 @@ async def test_release_frees_everything_of_its_request_only(start: Start, hangin
     other = await preprocess.upload_and_ask(_png(), R2)
     await preprocess.until(lambda: preprocess.left_over()[:3] == (2, 0, 3), "an upload, a download and three leases")
     await preprocess.release(R1)
-    with pytest.raises(Overloaded) as caught:
+    with pytest.raises(InstanceLost) as caught:
         await running
     assert caught.value.code == "request_released"
     await preprocess.until(lambda: preprocess.left_over()[:3] == (0, 0, 1), "only the other's lease")
@@ -380,7 +380,7 @@ async def test_release_that_overtakes_its_request(start: Start) -> None:
     preprocess = await start()
     await preprocess.release(R1)
     await preprocess.upload(_png(), R2)  # a round trip, after which the release is read
-    with pytest.raises(Overloaded):
+    with pytest.raises(InstanceLost):
         await preprocess.ask(url="http://127.0.0.1/")
     assert (await preprocess.upload(_png())).status_code == 503
 
@@ -392,7 +392,7 @@ async def test_lost_router_frees_everything_it_held(start: Start, hanging_url: s
     running = asyncio.create_task(preprocess.ask(RequestId("r3"), url=hanging_url))
     await preprocess.until(lambda: preprocess.left_over()[:3] == (2, 0, 1), "an upload, a download and a lease")
     await preprocess.bus.publish_event(LOST_SUBJECT, Lost(ROUTER, "router-0", -9, expected=False))
-    with pytest.raises(Overloaded):
+    with pytest.raises(InstanceLost):
         await running
     await preprocess.until_empty()
 
@@ -423,4 +423,14 @@ async def test_draining_refuses_new_work_and_waits_for_what_is_leased(start: Sta
     assert (await preprocess.upload(_png(), R2)).status_code == 503
     assert not preprocess.exited.done()
     assert (await preprocess.pull(reply.pixels)).shape == reply.pixels.shape
+    assert await asyncio.wait_for(asyncio.shield(preprocess.exited), 10) == 0
+
+
+async def test_an_upload_whose_request_is_refused_does_not_hold_up_draining(start: Start) -> None:
+    preprocess = await start()
+    media_id = (await preprocess.upload(_png())).json()["media_id"]
+    await preprocess.bus.request(preprocess.context.instance_id, DrainRequest(), 10)
+    assert not preprocess.exited.done()
+    with pytest.raises(Overloaded):
+        await preprocess.ask(media_id=media_id)
     assert await asyncio.wait_for(asyncio.shield(preprocess.exited), 10) == 0
