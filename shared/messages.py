@@ -28,8 +28,6 @@ FinishReason = Literal["stop", "length", "abort"]
 _PREFIX = "triptych.v1"
 HEARTBEAT_SUBJECT = f"{_PREFIX}.heartbeat"
 LOST_SUBJECT = f"{_PREFIX}.lost"
-LAUNCHER_SUBJECT = f"{_PREFIX}.launcher"
-STATUS_SUBJECT = f"{_PREFIX}.status"
 
 
 def instance_subject(instance_id: InstanceId) -> str:

@@ -40,11 +40,6 @@ class DecodeBatch:
     def num_running(self) -> int:
         return len(self._running)
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens in context of all jobs here."""
-        return sum(len(job.sequence.token_ids) for job in (*self._running, *self._waiting))
-
     def is_empty(self) -> bool:
         return not self._waiting and not self._running
 

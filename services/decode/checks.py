@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from triptych.shared.engine.api import Engine
-from triptych.shared.errors import BadRequest, InternalError
+from triptych.shared.errors import InternalError
 from triptych.shared.messages import DecodeRequest
 from triptych.shared.policies.batching import num_blocks_for
 
@@ -12,8 +12,7 @@ def check_request(request: DecodeRequest, engine: Engine, max_model_len: int) ->
     """Compare the KV's reference with what this instance has.
 
     Raises:
-        InternalError: the KV is of another layout, or its sizes don't add up.
-        BadRequest: the request leaves nothing to decode.
+        InternalError: the KV is of another layout, its sizes don't add up, or nothing is left to decode.
     """
     kv = request.kv
     if kv.layout != engine.kv_layout or kv.block_size != engine.block_size:
@@ -24,4 +23,4 @@ def check_request(request: DecodeRequest, engine: Engine, max_model_len: int) ->
     if kv.tensor.shape != shape or kv.tensor.dtype != str(dtype).removeprefix("torch."):
         raise InternalError("the prompt's KV has another shape than its number of tokens says", code="kv_layout")
     if request.num_prompt_tokens + 1 >= max_model_len or request.sampling.max_tokens < 2:
-        raise BadRequest("the request leaves nothing to decode", code="invalid_message")
+        raise InternalError("the request leaves nothing to decode", code="invalid_message")

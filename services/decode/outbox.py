@@ -7,6 +7,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 
+import structlog
+
 from triptych.shared.messages import MAX_PAYLOAD_BYTES, Event, InstanceId, TokenBatch, TokenChunk, stream_subject
 
 MAX_WAITING_CHUNKS = 16_384  # chosen: some 2 MB, hundreds of steps
@@ -14,6 +16,8 @@ BATCH_BYTES = MAX_PAYLOAD_BYTES - 1024  # room for the batch's own fields
 CHUNK_BYTES = 64  # measured: MessagePack of a chunk without its strings and tokens is under this
 TIME_BYTES = 128  # measured: the same for StageTime, and for WireError
 TOKEN_BYTES = 5  # MessagePack of a uint32
+
+_log = structlog.get_logger(__name__)
 
 
 class Outbox:
@@ -64,11 +68,17 @@ class Outbox:
             self._filled.clear()
             waiting, self._waiting = self._waiting, {}
             for router_id, chunks in waiting.items():
-                for batch in batches(self._instance_id, chunks):
-                    await self._publish(stream_subject(router_id), batch)
+                await self._send(router_id, chunks)
                 self._num_waiting -= len(chunks)
             if self._num_waiting < MAX_WAITING_CHUNKS:
                 self._has_room.set()
+
+    async def _send(self, router_id: InstanceId, chunks: list[TokenChunk]) -> None:
+        try:
+            for batch in batches(self._instance_id, chunks):
+                await self._publish(stream_subject(router_id), batch)
+        except Exception:  # a bug; its router sees a gap and ends these requests, the others must go on
+            _log.exception("token chunks could not be sent", num_chunks=len(chunks))
 
 
 def batches(instance_id: InstanceId, chunks: Iterable[TokenChunk]) -> Iterator[TokenBatch]:

@@ -18,12 +18,11 @@ from triptych.services.decode.outbox import Outbox
 from triptych.shared.budget import Budget
 from triptych.shared.engine.isolate import as_typed
 from triptych.shared.engine.loop import StepLoop
-from triptych.shared.engine.role import HostContext, Intake, deadline, settle
+from triptych.shared.engine.role import MAX_PULLS, HostContext, Intake, deadline, settle
 from triptych.shared.errors import DeadlineExceeded, InternalError, TriptychError
 from triptych.shared.messages import Accepted, DecodeRequest, FinishReason, InstanceRequest, StageLoad, TokenChunk
 from triptych.shared.policies.batching import finish_reason
 
-MAX_PULLS = 8  # chosen: one pull saturates the loopback; more hide the control messages' round trips
 IN_HAND_SHARE = 4  # chosen: pulled KV that waits for blocks is at most the pool's size divided by this
 SIGN_OF_LIFE_S = 2.0  # chosen: below any router's patience with a silent stream
 SIGN_CHECK_S = 0.5  # chosen
@@ -45,13 +44,13 @@ class DecodeRole:
         self._jobs: set[DecodeJob] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._signs: asyncio.Task[None] | None = None
-        context.kv.on_freed(self._loop.wake)
 
     @property
     def num_preemptions(self) -> int:
         return self._batch.num_preemptions
 
     async def start(self) -> None:
+        self._context.kv.on_freed(self._loop.wake)
         self._intake.is_open = True
         self._loop.start()
         self._outbox.start()
@@ -72,6 +71,8 @@ class DecodeRole:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._loop.stop()
         await self._outbox.stop()
+        self._context.kv.forget(self._loop.wake)
+        self._context.kv.claim(0)
 
     def load(self) -> StageLoad:
         num_running = self._batch.num_running

@@ -16,8 +16,8 @@ import torch
 from triptych.shared.budget import Budget
 from triptych.shared.engine.isolate import as_typed, each_alone
 from triptych.shared.engine.loop import StepLoop
-from triptych.shared.engine.role import LEASE_GRACE_S, HostContext, Intake, deadline, settle
-from triptych.shared.errors import BadRequest, InternalError
+from triptych.shared.engine.role import LEASE_GRACE_S, MAX_PULLS, HostContext, Intake, deadline, settle
+from triptych.shared.errors import InternalError
 from triptych.shared.messages import EncodeReply, EncodeRequest, ImageInfo, InstanceRequest, StageLoad, StageTime
 from triptych.shared.policies.batching import num_to_batch
 
@@ -42,6 +42,7 @@ class EncoderRole:
         self._context = context
         self._intake = Intake("encoder", context.settings.max_waiting)
         self._in_hand = Budget(IN_HAND_FACTOR * context.settings.max_encode_tokens)
+        self._pulls = asyncio.Semaphore(MAX_PULLS)
         self._queue: deque[_Job] = deque()
         self._loop = StepLoop("encoder", self._step, self._on_error)
         self._batch: list[_Job] = []
@@ -88,16 +89,18 @@ class EncoderRole:
     async def _encode_one(self, request: EncodeRequest) -> EncodeReply:
         arrived_at_s = time.monotonic()
         async with self._in_hand.hold(request.image.num_tokens):
-            pull_began_s = time.monotonic()
-            pixels = await self._context.pull(request.pixels)
-            transfer_s = time.monotonic() - pull_began_s
+            async with self._pulls:
+                pull_began_s = time.monotonic()
+                pixels = await self._context.pull(request.pixels)
+                transfer_s = time.monotonic() - pull_began_s
             job = _Job(request.image, pixels, asyncio.get_running_loop().create_future())
             self._queue.append(job)
             self._loop.wake()
             embeddings = await job.result
             self._context.drop(request.pixels)
-        compute_s = time.monotonic() - job.begun_at_s
-        ref = await self._context.transport.put(embeddings, request.request_id, request.timeout_s + LEASE_GRACE_S)
+            compute_s = time.monotonic() - job.begun_at_s
+            # still in hand: while the store is full no more images are pulled and encoded
+            ref = await self._context.transport.put(embeddings, request.request_id, request.timeout_s + LEASE_GRACE_S)
         queued_s = job.begun_at_s - arrived_at_s - transfer_s
         return EncodeReply(ref, StageTime("encoder", self._context.instance_id, queued_s, transfer_s, compute_s))
 
@@ -135,6 +138,6 @@ class EncoderRole:
 def _check(request: EncodeRequest) -> None:
     image, pixels = request.image, request.pixels
     if pixels.shape != (image.height, image.width, 3) or pixels.dtype != "uint8":
-        raise BadRequest("the pixels are not what the image's size says", code="invalid_message")
+        raise InternalError("the pixels are not what the image's size says", code="invalid_message")
     if image.num_tokens < 1:
-        raise BadRequest("the image has no vision tokens", code="invalid_image")
+        raise InternalError("the image has no vision tokens", code="invalid_message")

@@ -5,17 +5,22 @@ from __future__ import annotations
 import sys
 from array import array
 
-from triptych.shared.errors import BadRequest
+from triptych.shared.errors import BadRequest, InternalError
 from triptych.shared.messages import PrefillRequest
 
 BYTES_PER_TOKEN = 4
 
 
 def check_request(request: PrefillRequest, max_model_len: int) -> None:
-    """Raises BadRequest: the prompt can never fit, its token bytes or its images' places don't add up."""
+    """Refuse what can't be computed.
+
+    Raises:
+        BadRequest: the prompt can never fit.
+        InternalError: its token bytes or its images' places don't add up: a router's bug, nothing that a client did.
+    """
     prompt = request.prompt
     if prompt.num_tokens < 1:
-        raise BadRequest("the prompt is empty", code="invalid_message")
+        raise InternalError("the prompt is empty", code="invalid_message")
     if prompt.num_tokens >= max_model_len:
         raise BadRequest(
             f"the prompt has {prompt.num_tokens} tokens, and prompt and output together may have {max_model_len}",
@@ -23,10 +28,10 @@ def check_request(request: PrefillRequest, max_model_len: int) -> None:
             param="messages",
         )
     if request.sampling.max_tokens < 1:
-        raise BadRequest("max_tokens must be at least 1", param="max_tokens")
+        raise InternalError("max_tokens must be at least 1", code="invalid_message")
     num_bytes = prompt.leased.num_bytes if prompt.leased is not None else len(prompt.inline)
     if num_bytes != BYTES_PER_TOKEN * prompt.num_tokens:
-        raise BadRequest("the prompt's bytes are not what its number of tokens says", code="invalid_message")
+        raise InternalError("the prompt's bytes are not what its number of tokens says", code="invalid_message")
     _check_images(request)
 
 
@@ -34,15 +39,15 @@ def _check_images(request: PrefillRequest) -> None:
     end = 0
     for placed in request.images:
         if placed.offset < end:
-            raise BadRequest("images overlap or are out of order in the prompt", code="invalid_message")
+            raise InternalError("images overlap or are out of order in the prompt", code="invalid_message")
         if placed.image.num_tokens < 1:
-            raise BadRequest("an image has no vision tokens", code="invalid_message")
+            raise InternalError("an image has no vision tokens", code="invalid_message")
         end = placed.offset + placed.image.num_tokens
         shape = placed.embeddings.shape
         if len(shape) != 2 or shape[0] != placed.image.num_tokens:
-            raise BadRequest("an image's embeddings are not what its number of tokens says", code="invalid_message")
+            raise InternalError("an image's embeddings are not what its number of tokens says", code="invalid_message")
     if end > request.prompt.num_tokens:
-        raise BadRequest("an image goes beyond the prompt's end", code="invalid_message")
+        raise InternalError("an image goes beyond the prompt's end", code="invalid_message")
 
 
 def token_ids_of(data: bytes) -> list[int]:

@@ -15,7 +15,7 @@ from triptych.services.prefill.checks import check_request, token_ids_of
 from triptych.shared.budget import Budget
 from triptych.shared.engine.api import ImageSpan, Sequence
 from triptych.shared.engine.loop import StepLoop
-from triptych.shared.engine.role import LEASE_GRACE_S, HostContext, Intake, deadline
+from triptych.shared.engine.role import LEASE_GRACE_S, MAX_PULLS, HostContext, Intake, deadline
 from triptych.shared.errors import InternalError
 from triptych.shared.messages import InstanceRequest, PrefillReply, PrefillRequest, StageLoad, StageTime, TensorRef
 from triptych.shared.policies.batching import finish_reason
@@ -28,13 +28,14 @@ class PrefillRole:
         self._context = context
         self._intake = Intake("prefill", context.settings.max_waiting)
         self._in_hand = Budget(context.settings.tensor_store_bytes)  # bytes of inputs pulled for prompts not yet computed
+        self._pulls = asyncio.Semaphore(MAX_PULLS)
         self._batch = PrefillBatch(context)
         self._loop = StepLoop("prefill", self._batch.step, self._batch.fail_all)
         self._num_requests = 0
         self._num_pending_tokens = 0
-        context.kv.on_freed(self._loop.wake)
 
     async def start(self) -> None:
+        self._context.kv.on_freed(self._loop.wake)
         self._intake.is_open = True
         self._loop.start()
 
@@ -47,6 +48,7 @@ class PrefillRole:
     async def stop(self) -> None:
         self.stop_intake()
         await self._loop.stop()
+        self._context.kv.forget(self._loop.wake)
 
     def load(self) -> StageLoad:
         num_running = self._batch.num_running
@@ -96,10 +98,15 @@ class PrefillRole:
     async def _pull_all(self, refs: list[TensorRef]) -> list[torch.Tensor]:
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._context.pull(ref)) for ref in refs]
+                tasks = [group.create_task(self._pull(ref)) for ref in refs]
         except ExceptionGroup as errors:
             raise _first(errors) from None
         return [task.result() for task in tasks]
+
+    async def _pull(self, ref: TensorRef) -> torch.Tensor:
+        """A few at a time. The transport would refuse too many, and then others of the prompt were gone from their owner."""
+        async with self._pulls:
+            return await self._context.pull(ref)
 
     async def _reply(self, request: PrefillRequest, sequence: Sequence, first_token: int, spent: StageTime) -> PrefillReply:
         num_tokens = request.prompt.num_tokens + 1

@@ -25,7 +25,7 @@ from triptych.services.router.session import ChatSession, Edge, Model
 from triptych.services.router.token_streams import TokenStreams
 from triptych.services.router.uploads import Uploader
 from triptych.shared.checkpoint import Checkpoint, open_checkpoint
-from triptych.shared.errors import BadRequest, Overloaded
+from triptych.shared.errors import InternalError, Overloaded
 from triptych.shared.messages import (
     FinishReason,
     InstanceId,
@@ -104,7 +104,7 @@ class RouterService:
         """A router has no work for others."""
         if isinstance(request, ReleaseRequest):
             return None
-        raise BadRequest("a router doesn't take this message", code="invalid_message")
+        raise InternalError(f"a router has no use for a {type(request).__name__}", code="invalid_message")
 
     def report(self) -> Report:
         """Requests inside, as the stage `router`."""

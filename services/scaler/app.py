@@ -14,7 +14,7 @@ import structlog
 from fastapi import FastAPI
 from prometheus_client import Counter
 
-from triptych.shared.errors import BadRequest, TriptychError
+from triptych.shared.errors import InternalError, TriptychError
 from triptych.shared.messages import (
     LOST_SUBJECT,
     Event,
@@ -59,7 +59,7 @@ class Scaler:
 
     async def handle(self, request: InstanceRequest) -> Message | None:
         if not isinstance(request, StatusRequest):
-            raise BadRequest(f"the scaler takes no {type(request).__name__}", code="wrong_instance")
+            raise InternalError(f"the scaler has no use for a {type(request).__name__}", code="invalid_message")
         assert self._context is not None
         beats = (beat for beat in self._context.registry.all() if beat.service != "launcher")
         return StatusReply(tuple(beats), self._num_restarts)

@@ -36,21 +36,17 @@ class KvBlocks:
         self._on_freed: list[Callable[[], None]] = []
         self.num_claimed = 0
 
-    @property
-    def num_total(self) -> int:
-        return self._pool.num_blocks
-
-    @property
-    def num_free(self) -> int:
-        return self._pool.num_free
-
     def num_for(self, num_tokens: int) -> int:
         """Blocks that hold num_tokens tokens."""
         return num_blocks_for(num_tokens, self._engine.block_size)
 
     def on_freed(self, callback: Callable[[], None]) -> None:
-        """callback runs whenever blocks were given back."""
+        """callback runs whenever blocks were given back, until `forget`."""
         self._on_freed.append(callback)
+
+    def forget(self, callback: Callable[[], None]) -> None:
+        """The role that waited for blocks has stopped."""
+        self._on_freed.remove(callback)
 
     def allocate(self, num_blocks: int, keep_free: int = 0) -> list[int] | None:
         """num_blocks free blocks, or None when that would leave fewer than keep_free."""
@@ -122,5 +118,5 @@ class KvBlocks:
             self._tell_freed()
 
     def _tell_freed(self) -> None:
-        for callback in self._on_freed:
+        for callback in tuple(self._on_freed):
             callback()

@@ -24,6 +24,7 @@ from triptych.shared.transport.api import Transport
 
 T = TypeVar("T")
 
+MAX_PULLS = 8  # chosen: pulls of one role at once; one saturates the loopback, more hide the control messages' round trips
 LEASE_GRACE_S = 5.0  # chosen: a lease outlives its request's deadline by this, for messages under way
 
 

@@ -345,3 +345,18 @@ async def test_a_release_of_nothing_is_nothing() -> None:
     assert await cluster.generate("p", "d", text_request("r", [3])) == expected_tokens([3], 0, 8)
     assert ROUTER not in cluster.hosts
     await cluster.stop()
+
+
+async def test_a_role_that_stops_leaves_nothing_at_the_instance() -> None:
+    """The instance lives on, with other roles."""
+    cluster, _, decode = await start()
+    request = text_request("r", [1, 2, 3], 10_000)
+    await cluster.decode("d", request, await cluster.prefill("p", request))
+    await until(lambda: decode._context.kv.num_claimed > 0, "it claims blocks")
+    await decode.role.stop()
+    assert decode._context.kv.num_claimed == 0
+    assert not decode._context.kv._on_freed
+    await until(lambda: decode.pool.num_free == decode.pool.num_blocks, "its blocks are free")
+    decode._roles.clear()
+    await cluster.release("r")
+    await cluster.stop()

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from support.fake_cluster import FakeBus, until
 from triptych.services.decode import outbox as outbox_module
 from triptych.services.decode.outbox import Outbox, batches
-from triptych.shared.errors import WireError
+from triptych.shared.errors import InternalError, WireError
 from triptych.shared.messages import (
     MAX_PAYLOAD_BYTES,
+    Event,
     InstanceId,
     RequestId,
     StageTime,
@@ -78,4 +79,21 @@ async def test_a_slow_bus_holds_the_loop(monkeypatch: pytest.MonkeyPatch) -> Non
     bus.is_open.set()
     await asyncio.wait_for(waiting, 5)
     assert outbox.is_empty()
+    await outbox.stop()
+
+
+async def test_a_batch_that_cannot_be_sent_does_not_end_the_others() -> None:
+    bus = FakeBus()
+
+    async def publish(subject: str, event: Event) -> None:
+        if subject == stream_subject(InstanceId("router-a")):
+            raise InternalError("too large")
+        await bus.publish_event(subject, event)
+
+    outbox = Outbox(ME, publish)
+    outbox.start()
+    for router_id in (InstanceId("router-a"), InstanceId("router-b")):
+        outbox.add(router_id, TokenChunk(RequestId("r"), 1, (1,)))
+    await until(outbox.is_empty, "nothing waits")
+    assert len(bus.events[stream_subject(InstanceId("router-b"))]) == 1
     await outbox.stop()

