@@ -37,8 +37,8 @@ async def make() -> AsyncIterator[Callable[..., Awaitable[Processes]]]:
         yield lambda *args: stack.enter_async_context(two_processes(*args))
 
 
-async def quickly(awaitable: Awaitable[Any], within_s: float = 3.0) -> Any:
-    """Much sooner than the timeouts of 15 s."""
+async def quickly(awaitable: Awaitable[Any], within_s: float = 8.0) -> Any:
+    """Sooner than the timeouts of 10 s and more."""
     return await asyncio.wait_for(awaitable, within_s)
 
 
@@ -138,7 +138,7 @@ async def test_owner_forgotten_while_we_receive(make: Callable[..., Awaitable[Pr
     await until(is_receiving)
     processes.transport.forget_peer(CHILD)
     with pytest.raises(InstanceLost):
-        await quickly(pull, 1.0)
+        await quickly(pull, 3.0)
     await processes.plane.order(Order("stall", on=False))
     await processes.check()
 
@@ -200,7 +200,7 @@ async def test_owner_stopped_before_the_pair_forms(make: Callable[..., Awaitable
 @pytest.mark.parametrize("end", ["forget_peer", "timeout"])
 @pytest.mark.parametrize("mode", ["shared_memory", "gloo"])
 async def test_puller_killed_while_it_pulls(make: Callable[..., Awaitable[Processes]], mode: str, end: str) -> None:
-    processes = await make(mode, 1.0 if end == "timeout" else 15.0)
+    processes = await make(mode, 3.0 if end == "timeout" else 15.0)
     transport = processes.transport
     ref = await transport.put(torch.zeros(8 << 20, dtype=torch.uint8), REQUEST, 60.0)
     processes.after_pull = processes.kill

@@ -59,7 +59,7 @@ class Watch:
         return time.monotonic() - begin_s
 
     def living(self) -> dict[str, Heartbeat]:
-        """Heartbeats of the last three intervals, by instance id."""
+        """Heartbeats of the last five intervals, by instance id."""
         now_s = time.monotonic()
         return {name: beat for name, beat in self.beats.items() if now_s - self._at_s[name] < 5 * HEARTBEAT_INTERVAL_S}
 

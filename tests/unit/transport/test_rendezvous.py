@@ -141,6 +141,6 @@ async def test_an_owner_that_dropped_the_pair_is_seen_at_once(sides: Sides) -> N
     pair = await sides.owners.pair_with(OWNER, sides.address, "gloo", asyncio.get_running_loop().time() + 10)
     await sides.pullers.drop(PULLER)
     with pytest.raises(InstanceLost):
-        await asyncio.wait_for(pair.receive(1, torch.zeros(9, dtype=torch.uint8), 10.0), 3.0)
+        await asyncio.wait_for(pair.receive(1, torch.zeros(9, dtype=torch.uint8), 10.0), 8.0)
     sides.owners.discard(OWNER, pair)
     assert await transfer(sides, 2) > pair.epoch

@@ -55,7 +55,7 @@ async def test_gives_up_in_time_and_lets_the_next_one_through(room: Room) -> Non
     small = await waiting(room, 10, 2)
     with pytest.raises(Overloaded):
         await large
-    room.give_back(await asyncio.wait_for(small, 1.0))
+    room.give_back(await asyncio.wait_for(small, 4.0))
     room.give_back(half)
     assert room.num_waiting == 0
 
