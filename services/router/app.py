@@ -16,9 +16,9 @@ from triptych.services.router.attempt import Limits, Parts
 from triptych.services.router.dispatch import Dispatcher
 from triptych.services.router.endpoints import add_endpoints
 from triptych.services.router.http_errors import error_response, install_error_handlers
-from triptych.services.router.lifecycle import STAGES, Lifecycle, Phase
 from triptych.services.router.load_book import LoadBook
 from triptych.services.router.prompt import PromptBuilder
+from triptych.services.router.record import STAGES, Phase, RequestRecord
 from triptych.services.router.releases import Releases
 from triptych.services.router.router_metrics import RouterMetrics
 from triptych.services.router.session import ChatSession, Edge, Model
@@ -65,7 +65,7 @@ class RouterService:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._running: _Running | None = None
-        self._inflight: dict[str, Lifecycle] = {}
+        self._inflight: dict[str, RequestRecord] = {}
         self._workers = ThreadPoolExecutor(NUM_WORKER_THREADS, thread_name_prefix="prepare")
         self.app = FastAPI(title="Triptych", summary="OpenAI-compatible chat with pictures")
         install_error_handlers(self.app)
@@ -144,10 +144,10 @@ class RouterService:
                 running.metrics.requests.labels(error.status, "").inc()
             return error_response(error)
         now_s = time.monotonic()
-        life = Lifecycle(self.new_request_id(), now_s, now_s + self._settings.request_timeout_s)
-        self._inflight[life.base_id] = life
+        record = RequestRecord(self.new_request_id(), now_s, now_s + self._settings.request_timeout_s)
+        self._inflight[record.base_id] = record
         running.metrics.inflight.labels("router").set(len(self._inflight))
-        return await ChatSession(running.edge, life, request).respond()
+        return await ChatSession(running.edge, record, request).respond()
 
     def models(self) -> list[dict[str, Any]]:
         """Empty until a request could be answered."""
@@ -194,12 +194,12 @@ class RouterService:
 
     # --- ends -----------------------------------------------------------------------------------------------------------
 
-    def _on_end(self, life: Lifecycle, status: int, finish_reason: FinishReason | None, before: Phase) -> None:
-        del self._inflight[life.base_id]
+    def _on_end(self, record: RequestRecord, status: int, finish_reason: FinishReason | None, before: Phase) -> None:
+        del self._inflight[record.base_id]
         if self._running is not None:
-            self._running.metrics.on_end(life, status, finish_reason, before)
+            self._running.metrics.on_end(record, status, finish_reason, before)
             self._running.metrics.inflight.labels("router").set(len(self._inflight))
-        _log.debug("request ended", request_id=life.base_id, status=status, attempts=len(life.attempts))
+        _log.debug("request ended", request_id=record.base_id, status=status, attempts=len(record.attempts))
 
 
 def make_service(settings: Settings) -> ServiceApp:

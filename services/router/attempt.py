@@ -15,9 +15,9 @@ from typing import TypeVar
 
 from triptych.services.router.data_url import ImageSource
 from triptych.services.router.dispatch import Dispatcher, Work
-from triptych.services.router.lifecycle import Attempt, Lifecycle, Phase
 from triptych.services.router.load_book import LoadBook
 from triptych.services.router.prompt import ExpandedPrompt, Prompt, expand
+from triptych.services.router.record import Attempt, Phase, RequestRecord
 from triptych.services.router.token_streams import Tokens, TokenStreams
 from triptych.services.router.uploads import Uploader
 from triptych.shared.bus import Bus
@@ -96,7 +96,7 @@ class AttemptRun:
 
     parts: Parts
     job: Job
-    life: Lifecycle
+    record: RequestRecord
     attempt: Attempt
     images: dict[int, ImageInfo] = field(default_factory=dict)
 
@@ -113,19 +113,19 @@ class AttemptRun:
             ignore_eos=self.job.ignore_eos,
         )
         infos = [self.images[i] for i in range(len(self.job.sources))]
-        self.life.num_text_tokens = self.job.prompt.num_text_tokens
-        self.life.num_image_tokens = sum(info.num_tokens for info in infos)
+        self.record.num_text_tokens = self.job.prompt.num_text_tokens
+        self.record.num_image_tokens = sum(info.num_tokens for info in infos)
         expanded = expand(self.job.prompt, [info.num_tokens for info in infos])
         placed = tuple(map(PlacedImage, infos, expanded.offsets, embeddings))
-        self.life.move(Phase.PREFILL)
+        self.record.move(Phase.PREFILL)
         prefill_id, first = await self._prefill(expanded, placed, sampling)
-        self.life.first_token_at_s = time.monotonic()
+        self.record.first_token_at_s = time.monotonic()
         if first.finish_reason is not None:
             yield Tokens(() if first.finish_reason == "stop" else (first.first_token,), first.finish_reason)
             return
         if first.kv is None:
             raise InternalError("a prefill instance neither ended the output nor handed over its KV")
-        self.life.move(Phase.DECODE)
+        self.record.move(Phase.DECODE)
         with self.parts.streams.open(self.attempt.request_id, sampling.max_tokens) as stream:
             decode_id = await self._start_decode(first.kv, first.first_token, prefill_id, sampling)
             stamp = self.attempt.stamps[-1]
@@ -140,7 +140,7 @@ class AttemptRun:
                     yield piece
 
     def _remaining_s(self) -> float:
-        return self.life.remaining_s(time.monotonic())
+        return self.record.remaining_s(time.monotonic())
 
     def _max_tokens(self) -> int:
         """How many output tokens are asked for and fit. Needs the sizes of all images.
@@ -233,7 +233,7 @@ class AttemptRun:
 
     async def _start_decode(self, kv: KvRef, first_token: int, prefill_id: InstanceId, sampling: SamplingParams) -> InstanceId:
         """Hand over to a decode instance; tokens come on the stream from then on."""
-        num_prompt_tokens = self.life.num_text_tokens + self.life.num_image_tokens
+        num_prompt_tokens = self.record.num_text_tokens + self.record.num_image_tokens
 
         async def send(beat: Heartbeat) -> Accepted:
             self.parts.streams.expect(self.attempt.request_id, beat.instance_id)
@@ -254,7 +254,7 @@ class AttemptRun:
         return decode_id
 
     async def _dispatch(self, work: Work[T]) -> tuple[InstanceId, T]:
-        return await self.parts.dispatcher.dispatch(work, self.attempt, self.life.deadline_s)
+        return await self.parts.dispatcher.dispatch(work, self.attempt, self.record.deadline_s)
 
     async def _ask(self, beat: Heartbeat, request: Message, expected: type[R]) -> R:
         reply = await self.parts.bus.request(beat.instance_id, request, self._remaining_s())

@@ -11,8 +11,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from triptych.services.router.lifecycle import Attempt, Stage, StageStamp
 from triptych.services.router.load_book import InstanceView, LoadBook
+from triptych.services.router.record import Attempt, Stage, StageStamp
 from triptych.shared.errors import UNREACHABLE, DeadlineExceeded, InstanceLost, Overloaded
 from triptych.shared.messages import Heartbeat, InstanceId
 from triptych.shared.policies.routing import Choice

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from triptych.services.router.lifecycle import Stage
+from triptych.services.router.record import Stage
 from triptych.shared.messages import Heartbeat, InstanceId
 from triptych.shared.registry import Registry
 

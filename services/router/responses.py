@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from triptych.services.router.lifecycle import Lifecycle
+from triptych.services.router.record import RequestRecord
 from triptych.shared.messages import FinishReason, StageTime
 
 
@@ -22,11 +22,11 @@ class Header:
         return {"id": self.completion_id, "object": kind, "created": self.created, "model": self.model}
 
 
-def completion(header: Header, text: str, finish_reason: FinishReason, life: Lifecycle) -> dict[str, Any]:
+def completion(header: Header, text: str, finish_reason: FinishReason, record: RequestRecord) -> dict[str, Any]:
     """The whole answer."""
     message = {"role": "assistant", "content": text, "refusal": None}
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason}
-    return {**header.as_dict("chat.completion"), "choices": [choice], "usage": usage(life)}
+    return {**header.as_dict("chat.completion"), "choices": [choice], "usage": usage(record)}
 
 
 def chunk(header: Header, delta: dict[str, str], finish_reason: FinishReason | None, with_usage: bool) -> dict[str, Any]:
@@ -36,29 +36,29 @@ def chunk(header: Header, delta: dict[str, str], finish_reason: FinishReason | N
     return {**body, "usage": None} if with_usage else body
 
 
-def usage_chunk(header: Header, life: Lifecycle) -> dict[str, Any]:
+def usage_chunk(header: Header, record: RequestRecord) -> dict[str, Any]:
     """The chunk before [DONE] when the client asked for usage."""
-    return {**header.as_dict("chat.completion.chunk"), "choices": [], "usage": usage(life)}
+    return {**header.as_dict("chat.completion.chunk"), "choices": [], "usage": usage(record)}
 
 
-def usage(life: Lifecycle) -> dict[str, Any]:
+def usage(record: RequestRecord) -> dict[str, Any]:
     """Tokens counted as the model saw them, images expanded."""
-    num_prompt = life.num_text_tokens + life.num_image_tokens
+    num_prompt = record.num_text_tokens + record.num_image_tokens
     return {
         "prompt_tokens": num_prompt,
-        "completion_tokens": life.num_output_tokens,
-        "total_tokens": num_prompt + life.num_output_tokens,
+        "completion_tokens": record.num_output_tokens,
+        "total_tokens": num_prompt + record.num_output_tokens,
         "prompt_tokens_details": {
             "cached_tokens": 0,
-            "text_tokens": life.num_text_tokens,
-            "image_tokens": life.num_image_tokens,
+            "text_tokens": record.num_text_tokens,
+            "image_tokens": record.num_image_tokens,
         },
     }
 
 
-def trace(life: Lifecycle) -> dict[str, Any]:
+def trace(record: RequestRecord) -> dict[str, Any]:
     """The request's way through the stages (of the attempt that counted), for X-Triptych-Trace."""
-    return {"attempts": len(life.attempts), "stages": _stages(life.stage_times())}
+    return {"attempts": len(record.attempts), "stages": _stages(record.stage_times())}
 
 
 def _stages(times: Sequence[StageTime]) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from triptych.services.router.lifecycle import STAGES, Lifecycle, Phase
+from triptych.services.router.record import STAGES, Phase, RequestRecord
 from triptych.shared.messages import FinishReason
 
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
@@ -38,18 +38,18 @@ class RouterMetrics:
     def _histogram(name: str, text: str, label: str, registry: CollectorRegistry) -> Histogram:
         return Histogram(name, text, [label], buckets=BUCKETS_S, registry=registry)
 
-    def on_end(self, life: Lifecycle, code: int, finish_reason: FinishReason | None, phase_before: Phase) -> None:
+    def on_end(self, record: RequestRecord, code: int, finish_reason: FinishReason | None, phase_before: Phase) -> None:
         """Count a request that was admitted; phase_before: how far it had come."""
         self.requests.labels(code, finish_reason or "").inc()
-        self.retries.inc(max(0, len(life.attempts) - 1))
-        if life.phase is Phase.CANCELLED:
+        self.retries.inc(max(0, len(record.attempts) - 1))
+        if record.phase is Phase.CANCELLED:
             self.cancellations.labels(phase_before.value).inc()
-        modality = "image" if life.num_image_tokens else "text"
-        if life.first_token_at_s is not None:
-            self.ttft.labels(modality).observe(life.first_token_at_s - life.arrived_at_s)
-        if life.phase is Phase.FINISHED and life.ended_at_s is not None:
-            self.e2e.labels(modality).observe(life.ended_at_s - life.arrived_at_s)
-        for attempt in life.attempts:
+        modality = "image" if record.num_image_tokens else "text"
+        if record.first_token_at_s is not None:
+            self.ttft.labels(modality).observe(record.first_token_at_s - record.arrived_at_s)
+        if record.phase is Phase.FINISHED and record.ended_at_s is not None:
+            self.e2e.labels(modality).observe(record.ended_at_s - record.arrived_at_s)
+        for attempt in record.attempts:
             for stamp in attempt.stamps:
                 if stamp.begun_at_s is not None and stamp.ended_at_s is not None:
                     self.stage_seconds.labels(stamp.stage).observe(stamp.ended_at_s - stamp.begun_at_s)

@@ -19,10 +19,10 @@ from triptych.services.router.client_link import ClientGoneError, read_body, whi
 from triptych.services.router.data_url import read_source
 from triptych.services.router.detokenizer import Detokenizer
 from triptych.services.router.http_errors import as_typed, error_object, error_response
-from triptych.services.router.lifecycle import Lifecycle, Phase
-from triptych.services.router.pipeline import run_request
 from triptych.services.router.prompt import PromptBuilder
+from triptych.services.router.record import Phase, RequestRecord
 from triptych.services.router.responses import Header, chunk, completion, trace, usage_chunk
+from triptych.services.router.retry import run_request
 from triptych.services.router.sse import DONE, EventStream, event
 from triptych.services.router.token_streams import Tokens
 from triptych.shared.errors import BadRequest, TriptychError
@@ -48,25 +48,25 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """What all sessions share. on_end: (life, status, finish_reason, phase before the end), called exactly once each."""
+    """What all sessions share. on_end: (record, status, finish_reason, phase before the end), called exactly once each."""
 
     settings: Settings
     model: Model
     parts: Parts
     workers: Executor
-    on_end: Callable[[Lifecycle, int, FinishReason | None, Phase], None]
+    on_end: Callable[[RequestRecord, int, FinishReason | None, Phase], None]
 
 
 class ChatSession:
     """`respond` once. The session is over when the response has been sent."""
 
-    def __init__(self, edge: Edge, life: Lifecycle, request: Request) -> None:
+    def __init__(self, edge: Edge, record: RequestRecord, request: Request) -> None:
         self._edge = edge
-        self._life = life
+        self._record = record
         self._request = request
         self._wants_trace = request.headers.get(TRACE_HEADER) == "1"
         self._detokenizer = Detokenizer(edge.model.prompts.tokenizer)
-        self._header = Header(f"chatcmpl-{life.base_id}", int(time.time()), edge.model.name)
+        self._header = Header(f"chatcmpl-{record.base_id}", int(time.time()), edge.model.name)
         self._finish_reason: FinishReason | None = None
         self._pieces: AsyncGenerator[Tokens] | None = None
         self._failure: TriptychError | None = None
@@ -93,11 +93,11 @@ class ChatSession:
 
     async def _respond(self, body: bytes) -> Response:
         chat, job = await self._prepare(body)
-        self._pieces = run_request(self._edge.parts, job, self._life)
+        self._pieces = run_request(self._edge.parts, job, self._record)
         first = await anext(self._pieces)
         if not chat.stream:
             return JSONResponse(await self._whole(first, self._pieces))
-        timeout_s = self._life.remaining_s(time.monotonic()) + SEND_GRACE_S
+        timeout_s = self._record.remaining_s(time.monotonic()) + SEND_GRACE_S
         return EventStream(self._events(first, self._pieces, chat), timeout_s, self._on_streamed)
 
     async def _prepare(self, body: bytes) -> tuple[Chat, Job]:
@@ -133,7 +133,7 @@ class ChatSession:
         return chat, job
 
     def _text(self, piece: Tokens) -> str:
-        self._life.num_output_tokens += len(piece.token_ids)
+        self._record.num_output_tokens += len(piece.token_ids)
         text = self._detokenizer.push(piece.token_ids)
         if piece.finish_reason is None:
             return text
@@ -144,8 +144,8 @@ class ChatSession:
         text = self._text(first)
         async for piece in rest:
             text += self._text(piece)
-        body = completion(self._header, text, self._finish_reason or "stop", self._life)
-        return {**body, "triptych": trace(self._life)} if self._wants_trace else body
+        body = completion(self._header, text, self._finish_reason or "stop", self._record)
+        return {**body, "triptych": trace(self._record)} if self._wants_trace else body
 
     async def _events(self, first: Tokens, rest: AsyncIterator[Tokens], chat: Chat) -> AsyncIterator[bytes]:
         with_usage = chat.include_usage
@@ -160,7 +160,7 @@ class ChatSession:
             self._tell(self._failure)
             yield event(error_object(self._failure))
             return
-        yield (event(usage_chunk(self._header, self._life)) if with_usage else b"") + DONE
+        yield (event(usage_chunk(self._header, self._record)) if with_usage else b"") + DONE
 
     def _event(self, piece: Tokens, with_usage: bool) -> bytes:
         text = self._text(piece)
@@ -168,12 +168,12 @@ class ChatSession:
         if piece.finish_reason is None:
             return data
         last = chunk(self._header, {}, piece.finish_reason, with_usage)
-        return data + event({**last, "triptych": trace(self._life)} if self._wants_trace else last)
+        return data + event({**last, "triptych": trace(self._record)} if self._wants_trace else last)
 
     def _tell(self, error: TriptychError) -> None:
         if error.status >= 500:
-            attempts = len(self._life.attempts)
-            _log.warning(error.message, code=error.code, request_id=self._life.base_id, attempts=attempts)
+            attempts = len(self._record.attempts)
+            _log.warning(error.message, code=error.code, request_id=self._record.base_id, attempts=attempts)
 
     async def _on_streamed(self, is_sent: bool) -> None:
         if self._failure is not None:
@@ -189,6 +189,6 @@ class ChatSession:
             if self._pieces is not None:
                 await self._pieces.aclose()
         finally:
-            before = self._life.phase
-            if self._life.end(phase, time.monotonic()):
-                self._edge.on_end(self._life, status, self._finish_reason, before)
+            before = self._record.phase
+            if self._record.end(phase, time.monotonic()):
+                self._edge.on_end(self._record, status, self._finish_reason, before)

@@ -67,7 +67,7 @@ class Attempt:
 
 
 @dataclass(slots=True)
-class Lifecycle:
+class RequestRecord:
     """One request from its arrival to its end. base_id is unique; deadline_s is absolute."""
 
     base_id: str

@@ -6,12 +6,12 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from triptych.services.router.attempt import AttemptRun, Job, Parts
-from triptych.services.router.lifecycle import Lifecycle
+from triptych.services.router.record import RequestRecord
 from triptych.services.router.token_streams import Tokens
 from triptych.shared.errors import InstanceLost, InternalError
 
 
-async def run_request(parts: Parts, job: Job, life: Lifecycle) -> AsyncGenerator[Tokens]:
+async def run_request(parts: Parts, job: Job, record: RequestRecord) -> AsyncGenerator[Tokens]:
     """The output in pieces, the last with finish_reason. Close the iterator (aclosing) to abort.
 
     A lost instance means another attempt, as long as nothing of this one has gone out: for an answer in one piece that is
@@ -21,11 +21,11 @@ async def run_request(parts: Parts, job: Job, life: Lifecycle) -> AsyncGenerator
         TriptychError: the request ends in this error.
     """
     while True:
-        attempt = life.begin_attempt()
+        attempt = record.begin_attempt()
         held_back: list[Tokens] = []
         is_out = False
         try:
-            async with aclosing(AttemptRun(parts, job, life, attempt).tokens()) as pieces:
+            async with aclosing(AttemptRun(parts, job, record, attempt).tokens()) as pieces:
                 async for piece in pieces:
                     if job.is_streaming:
                         is_out = True
@@ -35,7 +35,7 @@ async def run_request(parts: Parts, job: Job, life: Lifecycle) -> AsyncGenerator
         except InstanceLost as error:
             if is_out:
                 raise
-            if len(life.attempts) >= parts.limits.max_attempts:
+            if len(record.attempts) >= parts.limits.max_attempts:
                 raise InternalError("the request failed on every attempt") from error
             continue
         finally:
