@@ -19,8 +19,7 @@ NUM_DISTINCT = 16
 
 
 @pytest.mark.timeout(300)
-async def test_64_requests_of_4_pictures_at_once(start_cluster: Callable[..., Cluster], reference: Reference) -> None:
-    cluster = start_cluster()
+async def test_64_requests_of_4_pictures_at_once(cluster: Cluster, reference: Reference) -> None:
     distinct = [dataclasses.replace(random_case(1000 + index, num_pictures=4), max_tokens=12) for index in range(NUM_DISTINCT)]
     cases: list[Case] = [distinct[index % NUM_DISTINCT] for index in range(NUM_REQUESTS)]
     for case in distinct:

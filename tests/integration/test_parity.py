@@ -90,10 +90,10 @@ async def test_over_gloo_and_a_nats_server_that_takes_only_64_kb(
 
 @pytest.mark.timeout(300)
 async def test_a_small_kv_pool_only_makes_it_slower(start_cluster: Callable[..., Cluster], reference: Reference) -> None:
-    """The pool holds a few sequences: the others wait, and decode moves running ones out to memory and back."""
+    """The pool holds the longest sequence and little else: others wait, or are moved out to memory and back."""
     block_bytes = kv_bytes_per_token(reference) * 16
-    longest = max(cases(NUM_SOME), key=lambda case: reference.answer(case).num_prompt_tokens)
-    num_blocks = 3 * (reference.answer(longest).num_prompt_tokens // 16 + 4)
+    longest = max(reference.answer(case).num_prompt_tokens + case.max_tokens for case in cases(NUM_SOME))
+    num_blocks = longest // 16 + 8
     cluster = start_cluster(TRIPTYCH_KV_CACHE_BYTES=str(num_blocks * block_bytes))
     async with Watch(cluster.nats_url) as watch:
         await watch.until_complete()

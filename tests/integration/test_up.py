@@ -13,7 +13,7 @@ import pytest
 
 from support.cases import chat, random_case
 from support.client import ask, session
-from support.cluster import Cluster, wait_for
+from support.cluster import Cluster
 from support.raw_client import RawClient
 from support.reference import Reference
 from support.watch import Watch
@@ -41,6 +41,10 @@ def listening(process: psutil.Process) -> list[tuple[str, int]]:
 
 def test_it_starts_quickly_and_is_small(start_cluster: Callable[..., Cluster], reference: Reference) -> None:
     cluster = start_cluster()
+    assert cluster.is_ready()
+    lines = (cluster.folder / "out").read_text().splitlines()
+    assert len(lines) == 1, "a program that starts a cluster reads one line"
+    assert {"url", "nats_url", "redis_url", "ready_s", "pss_bytes"} <= set(json.loads(lines[0]))
     assert 0 < cluster.info["ready_s"] < MAX_READY_S
     case = random_case(4000, num_pictures=4)
     asyncio.run(_answers(cluster, reference, [case] * 8))
@@ -131,13 +135,3 @@ async def test_sigterm_lets_an_admitted_stream_finish(start_cluster: Callable[..
     assert answer.error is None, answer
     assert answer.finish_reason in {"length", "stop"}
     assert reference.judge(case, answer) == "equal" or reference.judge(case, answer).startswith("excused")
-
-
-def test_the_json_line_is_the_only_output(start_cluster: Callable[..., Cluster]) -> None:
-    """A program that starts a cluster reads one line, and finds the cluster ready."""
-    cluster = start_cluster("--colocated")
-    lines = (cluster.folder / "out").read_text().splitlines()
-    assert len(lines) == 1
-    assert {"url", "nats_url", "redis_url", "ready_s", "pss_bytes"} <= set(json.loads(lines[0]))
-    assert cluster.is_ready()
-    wait_for(lambda: cluster.stop() == 0, 60, "its end")

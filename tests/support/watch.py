@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable
 from typing import Any, Self
 
+import aiohttp
 import nats
 from nats.aio.msg import Msg
 
@@ -83,7 +85,18 @@ class Watch:
             is_there = {beat.service for beat in fresh} >= set(services)
             return is_there and len(fresh) == len(beats) and all(is_at_rest(beat) for beat in fresh)
 
-        return await self.until(holds, within_s + HEARTBEAT_INTERVAL_S, f"nothing held any more: {what}")
+        took_s = await self.until(holds, within_s + HEARTBEAT_INTERVAL_S, f"nothing held any more: {what}")
+        await self.check_integrity()
+        return took_s
+
+    async def check_integrity(self) -> None:
+        """No instance has ever found a KV block that nobody accounts for."""
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(10), trust_env=False) as http:
+            for beat in [beat for beat in self.living().values() if beat.service == "instance"]:
+                async with http.get(f"{beat.http_url}/metrics") as response:
+                    found = re.search(r"^triptych_kv_integrity_failures_total (\S+)$", await response.text(), re.MULTILINE)
+                assert found is not None, f"{beat.instance_id} has no such metric"
+                assert float(found[1]) == 0, f"{beat.instance_id} lost count of its KV blocks"
 
 
 def is_complete(beats: dict[str, Heartbeat]) -> bool:
