@@ -76,6 +76,8 @@ def make_server(app: ASGIApp) -> QuietServer:
     return QuietServer(
         uvicorn.Config(
             app,
+            http="h11",  # the one whose bound on headers can be set; httptools would be taken where it is installed
+            ws="none",
             log_config=None,
             access_log=False,
             server_header=False,

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import httpx
 import pytest
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from triptych.shared.errors import BadRequest
-from triptych.shared.http_host import add_probes, gate_until_started, listening_socket, resolve_host, url_of
+from triptych.shared.http_host import (
+    MAX_HEADER_BYTES,
+    add_probes,
+    gate_until_started,
+    listening_socket,
+    make_server,
+    resolve_host,
+    url_of,
+)
 from triptych.shared.messages import State
 
 
@@ -61,3 +71,16 @@ async def test_probes_and_gate() -> None:
         state[0] = "draining"
         assert (await http.get("/ready")).status_code == 503
         assert (await http.get("/work")).status_code == 200
+
+
+async def test_headers_without_an_end_are_cut_off() -> None:
+    with listening_socket("127.0.0.1", 0) as listener:
+        listener.listen()
+        server = make_server(FastAPI())
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        reader, writer = await asyncio.open_connection(*listener.getsockname())
+        writer.write(b"GET /live HTTP/1.1\r\nHost: x\r\nX-Long: " + b"x" * (MAX_HEADER_BYTES + 1))
+        assert (await asyncio.wait_for(reader.read(), 10)).startswith(b"HTTP/1.1 400 ")
+        writer.close()
+        server.should_exit = True
+        await asyncio.wait_for(serving, 10)
