@@ -50,6 +50,7 @@ class Settings(BaseSettings):
     tensor_store_bytes: int = Field(512 << 20, ge=1 << 16, description="leased tensors per instance")
     media_store_bytes: int = Field(256 << 20, ge=1 << 16, description="uploaded media waiting in one preprocess instance")
     max_body_bytes: int = Field(64 << 20, ge=1024, description="largest HTTP body")
+    body_store_bytes: int = Field(512 << 20, ge=1024, description="HTTP bodies kept by one router until their first token")
     max_messages: int = Field(512, ge=1)
     max_images: int = Field(32, ge=1, description="images per request")
     max_media_bytes: int = Field(32 << 20, ge=1024, description="largest encoded image")

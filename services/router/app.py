@@ -13,6 +13,7 @@ import structlog
 from fastapi import FastAPI, Request, Response
 
 from triptych.services.router.attempt import Limits, Parts
+from triptych.services.router.client_link import BodyStore
 from triptych.services.router.dispatch import Dispatcher
 from triptych.services.router.endpoints import add_endpoints
 from triptych.services.router.http_errors import error_response, install_error_handlers
@@ -97,7 +98,8 @@ class RouterService:
             limits=limits,
             release=lambda attempt: releases.release(attempt.request_id, attempt.touched),
         )
-        edge = Edge(self._settings, Model(checkpoint.name, prompts), parts, self._workers, self._on_end)
+        bodies = BodyStore(max(self._settings.body_store_bytes, self._settings.max_body_bytes))
+        edge = Edge(self._settings, Model(checkpoint.name, prompts), parts, self._workers, bodies, self._on_end)
         self._running = _Running(context, checkpoint, parts, edge, RouterMetrics(context.metrics), releases)
 
     async def handle(self, request: InstanceRequest) -> Message | None:

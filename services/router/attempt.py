@@ -56,10 +56,10 @@ R = TypeVar("R", bound=Message)
 @dataclass(frozen=True, slots=True)
 class Job:
     """What is to be answered. max_tokens None: what the context leaves. is_streaming: tokens go out as they come, so that
-    after the first one no other attempt is possible."""
+    after the first one no other attempt is possible. sources: the pictures, kept while another attempt may need them."""
 
     prompt: Prompt
-    sources: tuple[ImageSource, ...]
+    sources: list[ImageSource]
     max_tokens: int | None
     temperature: float
     seed: int

@@ -1,15 +1,15 @@
-"""The HTTP connection of one client: its body within bounds, and whether it is still there."""
+"""The HTTP connections of clients: their bodies within bounds, and whether they are still there."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
-from triptych.shared.errors import BadRequest
+from triptych.shared.errors import BadRequest, Overloaded
 
 T = TypeVar("T")
 
@@ -18,11 +18,28 @@ class ClientGoneError(Exception):
     """The client closed the connection; nobody reads an answer."""
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The whole body.
+class BodyStore:
+    """Counts the bytes of all bodies that are kept; refuses when they get too many."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.num_bytes = 0
+
+    def take(self, num_bytes: int) -> None:
+        """Raises Overloaded when that many more do not fit."""
+        if self.num_bytes + num_bytes > self.capacity_bytes:
+            raise Overloaded("too many large requests are being served; try again later")
+        self.num_bytes += num_bytes
+
+    def give_back(self, num_bytes: int) -> None:
+        self.num_bytes -= num_bytes
+
+
+async def read_body(request: Request, max_bytes: int, timeout_s: float, take: Callable[[int], None]) -> bytes:
+    """The whole body. take: called with the size of each piece before it is kept; may raise.
 
     Raises:
-        BadRequest: it is larger than max_bytes (413); the rest is not read.
+        BadRequest: it is larger than max_bytes (413), and the rest is not read; or it did not come within timeout_s (408).
         ClientGoneError: the client left while sending.
     """
     too_large = BadRequest(f"the body is larger than {max_bytes} bytes", code="request_too_large", status=413)
@@ -32,11 +49,15 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     pieces: list[bytes] = []
     num_bytes = 0
     try:
-        async for piece in request.stream():
-            num_bytes += len(piece)
-            if num_bytes > max_bytes:
-                raise too_large
-            pieces.append(piece)
+        async with asyncio.timeout(timeout_s):
+            async for piece in request.stream():
+                num_bytes += len(piece)
+                if num_bytes > max_bytes:
+                    raise too_large
+                take(len(piece))
+                pieces.append(piece)
+    except TimeoutError:
+        raise BadRequest("the request did not arrive in time", code="request_timeout", status=408) from None
     except ClientDisconnect:
         raise ClientGoneError from None
     return b"".join(pieces)

@@ -10,7 +10,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from triptych.shared.errors import BadRequest, InstanceLost, InternalError, TriptychError
+from triptych.shared.errors import BadRequest, InstanceLost, InternalError, Overloaded, TriptychError
 
 MAX_RETRY_AFTER_S = 5  # chosen: the SDKs obey up to 120 s, but overload here passes in seconds
 _STATUS_TEXT = {
@@ -24,17 +24,23 @@ _log = structlog.get_logger(__name__)
 def error_object(error: TriptychError) -> dict[str, Any]:
     """The body, also of an error inside a stream."""
     is_clients = isinstance(error, BadRequest)
-    code = None if error.code == "invalid_request" else error.code
-    if isinstance(error, InstanceLost):
-        code = "instance_lost"
     return {
         "error": {
             "message": error.message,
             "type": "invalid_request_error" if is_clients else "server_error",
             "param": error.param,
-            "code": code,
+            "code": _public_code(error),
         }
     }
+
+
+def _public_code(error: TriptychError) -> str | None:
+    """One of docs/errors.md. Between processes there are more (kv_full, tensor_gone, ...), which tell a client nothing."""
+    if isinstance(error, BadRequest):
+        return None if error.code == "invalid_request" else error.code
+    if isinstance(error, Overloaded):
+        return error.code if error.code in ("stage_unavailable", "timeout") else "overloaded"
+    return "instance_lost" if isinstance(error, InstanceLost) else "internal"
 
 
 def error_response(error: TriptychError) -> JSONResponse:

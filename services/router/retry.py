@@ -8,14 +8,16 @@ from contextlib import aclosing
 from triptych.services.router.attempt import AttemptRun, Job, Parts
 from triptych.services.router.record import RequestRecord
 from triptych.services.router.token_streams import Tokens
-from triptych.shared.errors import InstanceLost, InternalError
+from triptych.shared.errors import InstanceLost, InternalError, Overloaded, TriptychError
+
+DEATH = "instance_lost"  # code of an InstanceLost when an instance died; others tell that it lives and lost what it held
 
 
 async def run_request(parts: Parts, job: Job, record: RequestRecord) -> AsyncGenerator[Tokens]:
     """The output in pieces, the last with finish_reason. Close the iterator (aclosing) to abort.
 
     A lost instance means another attempt, as long as nothing of this one has gone out: for an answer in one piece that is
-    until its end. A request that loses instances on every attempt may be what kills them: it isn't tried for ever.
+    until its end. Then the pictures are let go of (job.sources is emptied).
 
     Raises:
         TriptychError: the request ends in this error.
@@ -29,6 +31,7 @@ async def run_request(parts: Parts, job: Job, record: RequestRecord) -> AsyncGen
                 async for piece in pieces:
                     if job.is_streaming:
                         is_out = True
+                        job.sources.clear()
                         yield piece
                     else:
                         held_back.append(piece)
@@ -36,10 +39,18 @@ async def run_request(parts: Parts, job: Job, record: RequestRecord) -> AsyncGen
             if is_out:
                 raise
             if len(record.attempts) >= parts.limits.max_attempts:
-                raise InternalError("the request failed on every attempt") from error
+                raise _given_up(error) from error
             continue
         finally:
             parts.release(attempt)
         for piece in held_back:
             yield piece
         return
+
+
+def _given_up(error: InstanceLost) -> TriptychError:
+    """A request whose instances die may be what kills them: neither we nor the client try it again. Where only what was
+    held for it got lost (a lease ended, a store was full in between), later is better."""
+    if error.code == DEATH:
+        return InternalError("the request failed on every attempt")
+    return Overloaded("what was held for the request got lost on every attempt; try again later")

@@ -8,7 +8,7 @@ from triptych.services.router.record import STAGES, Phase, RequestRecord
 from triptych.shared.messages import FinishReason
 
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
-KNOWN_CODES = (200, 400, 404, 413, 499, 500, 503, 504)  # seeded with 0, so that rates exist from the start
+KNOWN_CODES = (200, 400, 404, 408, 413, 499, 500, 503, 504)  # seeded with 0, so that rates exist from the start
 MODALITIES = ("text", "image")
 
 

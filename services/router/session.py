@@ -13,9 +13,9 @@ from fastapi.responses import JSONResponse
 from starlette.requests import Request
 from starlette.responses import Response
 
-from triptych.services.router.api_types import Chat, parse_chat
+from triptych.services.router.api_types import parse_chat
 from triptych.services.router.attempt import Job, Parts
-from triptych.services.router.client_link import ClientGoneError, read_body, while_connected
+from triptych.services.router.client_link import BodyStore, ClientGoneError, read_body, while_connected
 from triptych.services.router.data_url import read_source
 from triptych.services.router.detokenizer import Detokenizer
 from triptych.services.router.http_errors import as_typed, error_object, error_response
@@ -25,7 +25,7 @@ from triptych.services.router.responses import Header, chunk, completion, trace,
 from triptych.services.router.retry import run_request
 from triptych.services.router.sse import DONE, EventStream, event
 from triptych.services.router.token_streams import Tokens
-from triptych.shared.errors import BadRequest, TriptychError
+from triptych.shared.errors import BadRequest, Overloaded, TriptychError
 from triptych.shared.messages import FinishReason
 from triptych.shared.settings import Settings
 
@@ -54,6 +54,7 @@ class Edge:
     model: Model
     parts: Parts
     workers: Executor
+    bodies: BodyStore
     on_end: Callable[[RequestRecord, int, FinishReason | None, Phase], None]
 
 
@@ -67,6 +68,9 @@ class ChatSession:
         self._wants_trace = request.headers.get(TRACE_HEADER) == "1"
         self._detokenizer = Detokenizer(edge.model.prompts.tokenizer)
         self._header = Header(f"chatcmpl-{record.base_id}", int(time.time()), edge.model.name)
+        self._body = b""
+        self._num_body_bytes = 0
+        self._wants_usage = False
         self._finish_reason: FinishReason | None = None
         self._pieces: AsyncGenerator[Tokens] | None = None
         self._failure: TriptychError | None = None
@@ -74,8 +78,9 @@ class ChatSession:
     async def respond(self) -> Response:
         """The answer, or an error as JSON: until the first token is there nothing is sent."""
         try:
-            body = await read_body(self._request, self._edge.settings.max_body_bytes)
-            response = await while_connected(self._request.receive, self._respond(body))
+            max_bytes, timeout_s = self._edge.settings.max_body_bytes, self._record.remaining_s(time.monotonic())
+            self._body = await read_body(self._request, max_bytes, timeout_s, self._take_bytes)
+            response = await while_connected(self._request.receive, self._respond())
         except ClientGoneError:
             await self._close(Phase.CANCELLED, CLIENT_GONE_STATUS)
             return Response(status_code=CLIENT_GONE_STATUS)
@@ -91,26 +96,38 @@ class ChatSession:
             await self._close(Phase.FINISHED, 200)
         return response
 
-    async def _respond(self, body: bytes) -> Response:
-        chat, job = await self._prepare(body)
+    async def _respond(self) -> Response:
+        job = await self._prepare()
         self._pieces = run_request(self._edge.parts, job, self._record)
         first = await anext(self._pieces)
-        if not chat.stream:
+        if not job.is_streaming:
             return JSONResponse(await self._whole(first, self._pieces))
+        self._give_back_bytes()  # there will be no other attempt: the pictures are gone
         timeout_s = self._record.remaining_s(time.monotonic()) + SEND_GRACE_S
-        return EventStream(self._events(first, self._pieces, chat), timeout_s, self._on_streamed)
+        return EventStream(self._events(first, self._pieces), timeout_s, self._on_streamed)
 
-    async def _prepare(self, body: bytes) -> tuple[Chat, Job]:
-        """Parsing, rendering and tokenizing may take long: not on the event loop."""
+    def _take_bytes(self, num_bytes: int) -> None:
+        self._edge.bodies.take(num_bytes)
+        self._num_body_bytes += num_bytes
+
+    def _give_back_bytes(self) -> None:
+        self._edge.bodies.give_back(self._num_body_bytes)
+        self._num_body_bytes = 0
+
+    async def _prepare(self) -> Job:
+        """Parsing, rendering and tokenizing may take long: not on the event loop. The body, pictures and all, is let go of."""
         max_chars = max(MIN_TEXT_CHARS, CHARS_PER_TOKEN * self._edge.parts.limits.max_model_len())
-        loop = asyncio.get_running_loop()
+        call = self._edge.workers.submit(self._prepare_in_thread, self._body, max_chars)
+        self._body = b""
         try:
             async with asyncio.timeout(PREPARE_TIMEOUT_S):
-                return await loop.run_in_executor(self._edge.workers, self._prepare_in_thread, body, max_chars)
+                return await asyncio.wrap_future(call)
         except TimeoutError:
+            if call.cancel():  # it never began
+                raise Overloaded("too many prompts wait to be tokenized; try again later") from None
             raise BadRequest("the prompt takes too long to tokenize; make it shorter", param="messages") from None
 
-    def _prepare_in_thread(self, body: bytes, max_chars: int) -> tuple[Chat, Job]:
+    def _prepare_in_thread(self, body: bytes, max_chars: int) -> Job:
         edge = self._edge
         chat = parse_chat(body, edge.settings, max_chars)
         if chat.model not in ("", edge.model.name):
@@ -120,17 +137,16 @@ class ChatSession:
                 status=404,
                 param="model",
             )
-        sources = tuple(read_source(image, edge.settings.max_media_bytes) for image in chat.images)
-        job = Job(
+        self._wants_usage = chat.include_usage
+        return Job(
             prompt=edge.model.prompts.build(chat),
-            sources=sources,
+            sources=[read_source(image, edge.settings.max_media_bytes) for image in chat.images],
             max_tokens=chat.max_tokens,
             temperature=chat.temperature,
             seed=chat.seed,
             ignore_eos=chat.ignore_eos,
             is_streaming=chat.stream,
         )
-        return chat, job
 
     def _text(self, piece: Tokens) -> str:
         self._record.num_output_tokens += len(piece.token_ids)
@@ -147,27 +163,25 @@ class ChatSession:
         body = completion(self._header, text, self._finish_reason or "stop", self._record)
         return {**body, "triptych": trace(self._record)} if self._wants_trace else body
 
-    async def _events(self, first: Tokens, rest: AsyncIterator[Tokens], chat: Chat) -> AsyncIterator[bytes]:
-        with_usage = chat.include_usage
-        begin = event(chunk(self._header, {"role": "assistant", "content": ""}, None, with_usage))
-        yield begin + self._event(first, with_usage)
+    async def _events(self, first: Tokens, rest: AsyncIterator[Tokens]) -> AsyncGenerator[bytes]:
         try:
+            yield event(chunk(self._header, {"role": "assistant", "content": ""}, None, self._wants_usage)) + self._event(first)
             async for piece in rest:
-                if data := self._event(piece, with_usage):
+                if data := self._event(piece):
                     yield data
         except Exception as error:
             self._failure = as_typed(error)
             self._tell(self._failure)
             yield event(error_object(self._failure))
             return
-        yield (event(usage_chunk(self._header, self._record)) if with_usage else b"") + DONE
+        yield (event(usage_chunk(self._header, self._record)) if self._wants_usage else b"") + DONE
 
-    def _event(self, piece: Tokens, with_usage: bool) -> bytes:
+    def _event(self, piece: Tokens) -> bytes:
         text = self._text(piece)
-        data = event(chunk(self._header, {"content": text}, None, with_usage)) if text else b""
+        data = event(chunk(self._header, {"content": text}, None, self._wants_usage)) if text else b""
         if piece.finish_reason is None:
             return data
-        last = chunk(self._header, {}, piece.finish_reason, with_usage)
+        last = chunk(self._header, {}, piece.finish_reason, self._wants_usage)
         return data + event({**last, "triptych": trace(self._record)} if self._wants_trace else last)
 
     def _tell(self, error: TriptychError) -> None:
@@ -189,6 +203,7 @@ class ChatSession:
             if self._pieces is not None:
                 await self._pieces.aclose()
         finally:
+            self._give_back_bytes()
             before = self._record.phase
             if self._record.end(phase, time.monotonic()):
                 self._edge.on_end(self._record, status, self._finish_reason, before)

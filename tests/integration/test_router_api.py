@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import json
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,9 @@ import httpx
 import pytest
 
 from support.fake_stages import ANSWER, IMAGE_TOKENS, MODEL, World, events, text_of, until, write_toy_checkpoint
+from triptych.services.router.api_types import ImageInput
+from triptych.services.router.app import NUM_WORKER_THREADS
+from triptych.services.router.data_url import ImageSource
 from triptych.shared.errors import BadRequest, InstanceLost, InternalError, Overloaded
 from triptych.shared.http_host import listening_socket, url_of
 from triptych.shared.messages import (
@@ -339,6 +344,97 @@ async def test_a_body_over_the_bound_is_answered_before_it_is_read(checkpoint: P
         assert response.status_code == 413
         assert error_of(response)["code"] == "request_too_large"
         await world.settled()
+
+
+async def test_a_body_that_does_not_arrive(checkpoint: Path) -> None:
+    """A slow client does not keep a place inside for ever."""
+    async with World(checkpoint, request_timeout_s=0.2) as world:
+        reader, writer = await asyncio.open_connection(*world.url.removeprefix("http://").split(":"))
+        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+        assert head.startswith(b"HTTP/1.1 408")
+        writer.close()
+        await world.settled()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_bodies_are_bounded_in_sum_until_the_first_token(checkpoint: Path, stream: bool) -> None:
+    async with World(checkpoint, max_body_bytes=1500, body_store_bytes=1500, stage_wait_s=5) as world:
+        stages = world.add_all()
+        go = asyncio.Event()
+
+        async def wait(request: DecodeRequest) -> Accepted:
+            async def work() -> None:
+                await go.wait()
+                await stages["decode"].stream(request, world.answer_ids[1:])
+
+            stages["decode"].spawn(work())
+            return Accepted()
+
+        stages["decode"].hooks[DecodeRequest] = wait
+        first = asyncio.create_task(world.ask("x" * 1000, stream=stream))
+        await until(lambda: bool(stages["decode"].seen), "the first has its first token")
+        if stream:
+            await until(lambda: world.router._running.edge.bodies.num_bytes == 0, "its body is gone")  # type: ignore[union-attr]
+        second = asyncio.create_task(world.ask("y" * 1000, stream=stream))
+        if not stream:
+            assert (await second).status_code == 503
+        go.set()
+        assert (await first).status_code == 200
+        assert (await second).status_code == (200 if stream else 503)
+        await world.settled()
+
+
+async def test_pictures_are_let_go_of_with_the_first_token(world: World) -> None:
+    stages = world.add_all()
+    go = asyncio.Event()
+
+    async def wait(request: DecodeRequest) -> Accepted:
+        async def work() -> None:
+            await stages["decode"].send(request, 1, world.answer_ids[1:2])
+            await go.wait()
+            await stages["decode"].send(request, 2, finish_reason="stop", time=stages["decode"].time("decode"))
+
+        stages["decode"].spawn(work())
+        return Accepted()
+
+    stages["decode"].hooks[DecodeRequest] = wait
+    body = {"model": MODEL, "messages": [{"role": "user", "content": [picture()]}], "stream": True}
+    async with world.http.stream("POST", "/v1/chat/completions", json=body) as response:
+        lines = response.aiter_lines()
+        assert (await anext(lines)).startswith("data: ")
+        gc.collect()
+        assert not [kept for kept in gc.get_objects() if type(kept) in (ImageSource, ImageInput)]
+        go.set()
+        assert [line async for line in lines][-2] == "data: [DONE]"
+
+
+async def test_a_prompt_that_waits_too_long_for_a_thread_is_no_fault_of_its_client(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("triptych.services.router.session.PREPARE_TIMEOUT_S", 0.05)
+    world.add_all()
+    go = threading.Event()
+    for _ in range(NUM_WORKER_THREADS):
+        world.router._workers.submit(go.wait, 10)
+    response = await world.ask()
+    go.set()
+    assert response.status_code == 503
+    assert error_of(response)["code"] == "overloaded"
+
+
+async def test_what_got_lost_on_every_attempt_may_be_asked_for_again(world: World) -> None:
+    """No instance died: the request is not what kills them."""
+    stages = world.add_all()
+
+    async def miss(_request: Any) -> Any:
+        raise InstanceLost("a tensor is no longer held", code="tensor_gone")
+
+    stages["prefill"].hooks[PrefillRequest] = miss
+    response = await world.ask()
+    assert response.status_code == 503
+    assert "retry-after" in response.headers
+    assert len(stages["prefill"].seen) == world.settings.max_attempts
 
 
 async def test_a_broken_picture_names_itself(world: World) -> None:

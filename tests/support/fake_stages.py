@@ -348,6 +348,7 @@ class World:
             kept = {
                 "inflight": len(self.router._inflight),
                 "releases": int(not running.releases.is_idle),
+                "body bytes": running.edge.bodies.num_bytes,
                 "streams": len(parts.streams),
                 "waiting": len(parts.dispatcher),
                 "book": len(parts.book),
