@@ -36,6 +36,10 @@ class KvBlocks:
         self._on_freed: list[Callable[[], None]] = []
         self.num_claimed = 0
 
+    @property
+    def num_total(self) -> int:
+        return self._pool.num_blocks
+
     def num_for(self, num_tokens: int) -> int:
         """Blocks that hold num_tokens tokens."""
         return num_blocks_for(num_tokens, self._engine.block_size)
