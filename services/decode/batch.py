@@ -31,7 +31,7 @@ class DecodeBatch:
     def __init__(self, context: HostContext, on_outcome: OnOutcome) -> None:
         self._context = context
         self._on_outcome = on_outcome
-        self._max_preempted_bytes = context.settings.kv_cache_bytes  # chosen: as much again as the pool
+        self._max_preempted_bytes = _max_preempted_bytes(context)
         self._waiting: list[DecodeJob] = []
         self._running: list[DecodeJob] = []
         self.num_preemptions = 0
@@ -84,14 +84,14 @@ class DecodeBatch:
             self._on_outcome(job, error)
 
     def _join(self) -> None:
-        """Move waiting jobs to the batch, oldest first. One that lacks blocks is not overtaken by others that need some."""
+        """Move waiting jobs to the batch: the preempted, then the others, each oldest first. One that lacks blocks is not
+        overtaken by others that need some, so that nothing new comes into the pool while there are preempted ones."""
         kv, may_allocate = self._context.kv, True
-        for job in sorted(self._waiting, key=_age):
+        for job in sorted(self._waiting, key=lambda job: (not job.is_preempted, _age(job))):
             if len(self._running) >= self._context.settings.max_num_seqs:
                 break
             if job.kv is not None:
-                need = kv.num_for(job.sequence.num_computed_tokens + 1)
-                blocks = kv.allocate(need, keep_free=len(self._running)) if may_allocate else None
+                blocks = kv.allocate(self._num_needed(job), keep_free=len(self._running)) if may_allocate else None
                 if blocks is None:
                     may_allocate = False
                     continue
@@ -114,7 +114,7 @@ class DecodeBatch:
                 await self._preempt(max(holders, key=_age))
 
     def _lacks_block(self, job: DecodeJob) -> bool:
-        return self._context.kv.num_for(job.sequence.num_computed_tokens + 1) > len(job.sequence.block_table)
+        return self._num_needed(job) > len(job.sequence.block_table)
 
     async def _preempt(self, job: DecodeJob) -> None:
         """Move a job's KV to host memory and its blocks back to the pool. Nothing else runs between the latter and the
@@ -190,12 +190,29 @@ class DecodeBatch:
         self._context.kv.free(job.sequence)
 
     def _claim(self) -> None:
-        """Have prefill on the same instance leave free blocks: one per running job, and what the oldest here waits for."""
-        num_blocks = len(self._running)
-        waiting = [job for job in self._waiting if job.kv is not None]
-        if waiting:
-            num_blocks += self._context.kv.num_for(min(waiting, key=_age).sequence.num_computed_tokens + 1)
-        self._context.kv.claim(num_blocks)
+        """Have prefill on the same instance leave free blocks: one per running job, what all preempted jobs wait for (else
+        new prompts took their place again and again), and what the oldest of the others here waits for."""
+        preempted = [job for job in self._waiting if job.is_preempted]
+        others = sorted((job for job in self._waiting if job.kv is not None and not job.is_preempted), key=_age)
+        num_waited_for = sum(self._num_needed(job) for job in (*preempted, *others[:1]))
+        self._context.kv.claim(len(self._running) + num_waited_for)
+
+    def _num_needed(self, job: DecodeJob) -> int:
+        """Blocks for the job's tokens and its next one."""
+        return self._context.kv.num_for(job.sequence.num_computed_tokens + 1)
+
+
+def _max_preempted_bytes(context: HostContext) -> int:
+    """Host memory for preempted KV: what it can get to at most, so that no request ends for a lack of it. Ours.
+
+    Of n sequences that grow side by side in a pool of size P, the youngest is preempted when each has P/n, the next at
+    P/(n-1), ... the second at P/2; what did not grow was in the pool at first, together at most P. That is P * (1 + 1/2 +
+    ... + 1/n), 4.7 P for 64, and a block each for rounding. Nothing new comes into the pool meanwhile (`_join`, `_claim`).
+    """
+    num_seqs = context.settings.max_num_seqs
+    num_blocks = math.ceil(context.kv.num_total * sum(1 / n for n in range(1, num_seqs + 1))) + num_seqs
+    shape, dtype = context.engine.exported_shape(num_blocks)
+    return dtype.itemsize * math.prod(shape)
 
 
 def _age(job: DecodeJob) -> float:

@@ -11,6 +11,7 @@ import pytest
 from support.fake_cluster import ROUTER, FakeCluster, FakeHost, error_of, text_request, until
 from support.fake_engine import FakeEngine, expected_tokens
 from triptych.services.decode import role as decode_role
+from triptych.services.decode.job import DecodeJob
 from triptych.shared.messages import InstanceId, KvRef, PrefillReply, PrefillRequest, ReleaseRequest, RequestId
 
 Started = tuple[FakeCluster, FakeHost, FakeHost]
@@ -83,6 +84,33 @@ async def test_preemption_is_token_exact() -> None:
     assert decode.engine.num_exports > 0
     for prompt, output in zip(prompts.values(), outputs, strict=True):
         assert output == expected_tokens(prompt, 0, 35)
+    await cluster.stop()
+
+
+@pytest.mark.parametrize("is_colocated", [False, True])
+async def test_no_request_ends_for_a_lack_of_host_memory(is_colocated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences that begin small side by side and each grow to nearly the whole pool: more is preempted at once than the
+    pool holds. In one pool with prefill, new prompts come all the while and must not take the preempted ones' place."""
+    cluster = FakeCluster(max_num_seqs=8, max_prefill_tokens=8)
+    if not is_colocated:
+        await cluster.start("p", ["prefill"], FakeEngine(200))
+    decode = await cluster.start("d", ["prefill", "decode"] if is_colocated else ["decode"], FakeEngine(40))
+    batch = decode._roles["decode"]._batch  # type: ignore[attr-defined]
+    held_bytes: list[int] = []
+    preempt = batch._preempt
+
+    async def counted(job: DecodeJob) -> None:
+        await preempt(job)
+        held_bytes.append(sum(one.num_kv_bytes for one in batch._waiting if one.is_preempted))
+
+    monkeypatch.setattr(batch, "_preempt", counted)
+    prompts = {f"r{i}": [i, 2, 3] for i in range(16)}
+    requests = [text_request(id, prompt, 140) for id, prompt in prompts.items()]
+    outputs = await asyncio.gather(*(cluster.generate("d" if is_colocated else "p", "d", request) for request in requests))
+    for prompt, output in zip(prompts.values(), outputs, strict=True):
+        assert output == expected_tokens(prompt, 0, 140)
+    pool_bytes = decode._context.kv.num_total * decode.engine._kv[:, :, 0].nbytes
+    assert pool_bytes < max(held_bytes) <= batch._max_preempted_bytes < 4 * pool_bytes
     await cluster.stop()
 
 
