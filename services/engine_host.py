@@ -5,6 +5,10 @@ Imports torch, which takes seconds: instance.py imports this module on the engin
 
 from __future__ import annotations
 
+import math
+
+import msgspec
+import structlog
 import torch
 
 from triptych.shared.checkpoint import open_checkpoint
@@ -15,11 +19,14 @@ from triptych.shared.engine.role import HostContext
 from triptych.shared.engine.thread import EngineThread
 from triptych.shared.engine.torch_engine import load_engine
 from triptych.shared.errors import InternalError
-from triptych.shared.messages import InstanceId, Resources, TransportAddress
+from triptych.shared.messages import InstanceId, ModelCard, Resources, TransportAddress
 from triptych.shared.request_tasks import RequestTasks
 from triptych.shared.service import ServiceContext
 from triptych.shared.settings import Settings
+from triptych.shared.transport.arena import STAMP_BYTES
 from triptych.shared.transport.transport import InstanceTransport
+
+_log = structlog.get_logger(__name__)
 
 
 def open_engine(settings: Settings, num_threads: int) -> Engine:
@@ -58,10 +65,22 @@ async def open_host(frame: ServiceContext, engine: Engine, thread: EngineThread,
         kv=KvBlocks(engine, transport),
         transport=transport,
         tasks=tasks,
-        max_model_len=min(engine.model_card.max_model_len, engine.block_pool.num_blocks * engine.block_size),
+        max_model_len=_max_model_len(engine, settings.tensor_store_bytes),
         peer_address=peer_address,
         publish_event=frame.bus.publish_event,
     )
+
+
+def _max_model_len(engine: Engine, tensor_store_bytes: int) -> int:
+    """Tokens of prompt and output that model and KV pool allow, and whose KV can move: it lies in the tensor store whole while
+    it is pulled. A longer prompt would be computed, and then never reach its decode instance."""
+    shape, dtype = engine.exported_shape(1)
+    num_blocks = (tensor_store_bytes - STAMP_BYTES) // (dtype.itemsize * math.prod(shape))
+    movable = num_blocks * engine.block_size
+    limit = min(engine.model_card.max_model_len, engine.block_pool.num_blocks * engine.block_size)
+    if movable < limit:
+        _log.warning("the tensor store bounds the context", max_model_len=movable, would_be=limit)
+    return min(limit, movable)
 
 
 def resources_of(context: HostContext) -> Resources:
@@ -79,6 +98,11 @@ def resources_of(context: HostContext) -> Resources:
         tensor_store_capacity_bytes=capacity_bytes,
         num_leases=num_leases,
     )
+
+
+def model_card_of(context: HostContext) -> ModelCard:
+    """The engine's, with what this instance really takes."""
+    return msgspec.structs.replace(context.engine.model_card, max_model_len=context.max_model_len)
 
 
 def integrity_error(pool: BlockPool) -> str | None:

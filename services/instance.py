@@ -149,13 +149,13 @@ class InstanceService:
 
     def report(self) -> Report:
         """This instance's part of its heartbeat."""
-        from triptych.services.engine_host import resources_of  # imports torch: see _open
+        from triptych.services.engine_host import model_card_of, resources_of  # import torch: see _open
 
         return Report(
             loads=tuple(role.load() for role in self._roles.values()),
             resources=resources_of(self._context),
             roles=tuple(self._roles),
-            model=self._context.engine.model_card,
+            model=model_card_of(self._context),
             transport=self._context.transport.address,
         )
 

@@ -30,7 +30,7 @@ LEASE_GRACE_S = 5.0  # chosen: a lease outlives its request's deadline by this, 
 
 @dataclass(frozen=True, slots=True)
 class HostContext:
-    """What a role works with. max_model_len: longest prompt + output in tokens that model and KV pool allow.
+    """What a role works with. max_model_len: longest prompt + output in tokens that model, KV pool and store allow.
     peer_address: how to reach an instance's tensors, None when it is not known (any more)."""
 
     settings: Settings

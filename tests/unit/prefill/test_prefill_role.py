@@ -147,6 +147,21 @@ async def test_prompts_that_can_never_work_are_refused(change: dict[str, Any], k
     await cluster.stop()
 
 
+async def test_a_prompt_whose_kv_could_never_be_pulled_is_refused() -> None:
+    """The store takes 64 KB, a block of four tokens 64 bytes: the KV of 4092 tokens."""
+    cluster, host = await start(FakeEngine(2000), tensor_store_bytes=1 << 16)
+    card = host.report().model
+    assert card is not None
+    assert card.max_model_len == 4 * ((1 << 16) // 64 - 1)
+    decode = await cluster.start("d", ["decode"], FakeEngine(2000))
+    longest = text_request("r", [7] * (card.max_model_len - 2), max_tokens=2)
+    assert len(await cluster.generate("p", "d", longest)) == 2
+    error = await error_of(cluster.prefill("p", text_request("s", [7] * card.max_model_len)))
+    assert (error.kind, error.code) == ("bad_request", "context_length_exceeded")
+    assert decode.report().model == card
+    await cluster.stop()
+
+
 @pytest.mark.parametrize("offsets", [(2, 3), (5, 2), (2, 8), (-1, 4)])
 async def test_images_out_of_place_are_refused(offsets: tuple[int, int]) -> None:
     """Ten tokens, two images of three."""
