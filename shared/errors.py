@@ -1,7 +1,7 @@
 """Every error that a request can end in, in four kinds by what the caller should do about it.
 
-`BadRequest` is never retried, `Overloaded` may be retried elsewhere or later, `InstanceLost` means that the stage must be
-done again, `InternalError` is our bug. They cross the bus as `WireError`; the router turns them into HTTP answers.
+`BadRequest` is never retried, `Overloaded` may be retried elsewhere or later, `InstanceLost` means that the request must be
+attempted again, `InternalError` is our bug. They cross the bus as `WireError`; the router turns them into HTTP answers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class TriptychError(Exception):
 
     Args:
         message: what went wrong and what to do, safe to show to a client.
-        code: stable machine-readable code of the table in docs/errors.md.
+        code: stable and machine-readable; clients see those of the table in docs/errors.md.
         status: HTTP status that the router answers with when nothing was streamed yet.
         param: path of the offending field, such as `messages.[0].content.[1].image_url`.
         retry_after_s: seconds after which the same request may succeed.
@@ -71,7 +71,7 @@ class Overloaded(TriptychError):
 
 
 class InstanceLost(TriptychError):
-    """An instance died or no longer holds what was asked of it: the stage must be done again."""
+    """An instance died (default code), or no longer holds what was asked of it: the request must be attempted again."""
 
     kind: ErrorKind = "instance_lost"
 

@@ -33,7 +33,9 @@ from triptych.shared.settings import Settings
 
 LAUNCH_TIMEOUT_S = 5.0  # chosen: a launcher answers before the process is up
 NUM_CRASHES_KEPT = 32  # chosen: per slot; more than the policy looks at
-NUM_REMEMBERED = 1024  # chosen: ended instances whose restart was asked for
+NUM_REMEMBERED = (
+    1024  # chosen: ended instances whose restart was asked for, and slots that crashed (a container's has a new name)
+)
 
 _log = structlog.get_logger(__name__)
 
@@ -69,6 +71,8 @@ class Scaler:
             return
         now_s = time.monotonic()
         crashes_s = self._crashes_s.setdefault(event.name, deque(maxlen=NUM_CRASHES_KEPT))
+        if len(self._crashes_s) > NUM_REMEMBERED:
+            del self._crashes_s[next(iter(self._crashes_s))]
         if not event.expected and event.instance_id not in self._seen:
             self._seen.append(event.instance_id)
             crashes_s.append(now_s)
