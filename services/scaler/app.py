@@ -33,9 +33,7 @@ from triptych.shared.settings import Settings
 
 LAUNCH_TIMEOUT_S = 5.0  # chosen: a launcher answers before the process is up
 NUM_CRASHES_KEPT = 32  # chosen: per slot; more than the policy looks at
-NUM_REMEMBERED = (
-    1024  # chosen: ended instances whose restart was asked for, and slots that crashed (a container's has a new name)
-)
+NUM_REMEMBERED = 1024  # chosen: ended instances whose restart was asked for, and slots (a container's has a new name)
 
 _log = structlog.get_logger(__name__)
 
