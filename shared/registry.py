@@ -12,10 +12,16 @@ NUM_REMEMBERED_LOST = 1024  # chosen: a late heartbeat of a dead instance comes 
 
 
 class Registry:
-    """Fed by on_event with Heartbeat and Lost; sweep() drops the silent. Not thread-safe: event loop only."""
+    """Fed by on_event with Heartbeat and Lost; sweep() drops the silent. Not thread-safe: event loop only.
 
-    def __init__(self, heartbeat_timeout_s: float) -> None:
+    Args:
+        heartbeat_timeout_s: silence after which an instance is lost.
+        own_id: our own heartbeats, which come back to us, have this id: while they don't, the bus is stuck.
+    """
+
+    def __init__(self, heartbeat_timeout_s: float, own_id: InstanceId | None = None) -> None:
         self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._own_id = own_id
         self._beats: dict[InstanceId, Heartbeat] = {}
         self._seen_s: dict[InstanceId, float] = {}
         self._ended: deque[InstanceId] = deque(maxlen=NUM_REMEMBERED_LOST)
@@ -37,12 +43,21 @@ class Registry:
 
     def sweep(self, now_s: float) -> None:
         """Forget instances silent for longer than heartbeat_timeout_s (their lost callbacks run). Skipped for one timeout
-        after the bus was disconnected (note_reconnected): our own silence is not theirs."""
+        after the bus was disconnected (note_reconnected) or stuck: our own silence is not theirs."""
+        if self._is_stuck(now_s):
+            self.note_reconnected(now_s)
         if now_s < self._no_sweep_until_s:
             return
         silent = [key for key, seen_s in self._seen_s.items() if now_s - seen_s > self._heartbeat_timeout_s]
         for instance_id in silent:
             self._forget(instance_id)
+
+    def _is_stuck(self, now_s: float) -> bool:
+        """A server that hangs, or a network that swallows everything, keeps the connection and silences all alike."""
+        own = self._beats.get(self._own_id) if self._own_id is not None else None
+        if own is None:
+            return False
+        return now_s - self._seen_s[own.instance_id] > max(self._heartbeat_timeout_s / 2, 2 * own.interval_s)
 
     def _forget(self, instance_id: InstanceId) -> None:
         for callback in self._lost_callbacks:

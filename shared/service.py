@@ -80,7 +80,7 @@ async def _run(name: str, settings: Settings, service: ServiceApp, instance_id: 
     with contextlib.closing(listening_socket(bind_host, port)) as listener:
         bus = await Bus.connect(settings.nats_url, instance_id)
         try:
-            registry = Registry(settings.heartbeat_timeout_s)
+            registry = Registry(settings.heartbeat_timeout_s, instance_id)
             context = ServiceContext(settings, instance_id, name, bus, registry, url_of(listener), bind_host)
             return await ServiceHost(context, service).run(listener)
         finally:

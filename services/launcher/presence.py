@@ -23,7 +23,7 @@ class Presence:
 
     def __init__(self, bus: Bus, instance_id: InstanceId, settings: Settings, on_ready: Callable[[Heartbeat], None]) -> None:
         self.bus = bus
-        self._registry = Registry(settings.heartbeat_timeout_s)
+        self._registry = Registry(settings.heartbeat_timeout_s, instance_id)
         self._instance_id = instance_id
         self._interval_s = settings.heartbeat_interval_s
         self._on_ready = on_ready

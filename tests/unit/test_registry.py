@@ -102,6 +102,24 @@ def test_after_our_own_silence_nobody_is_lost_for_one_timeout(registry: Registry
     assert told == ["a"]
 
 
+def test_while_our_own_heartbeats_do_not_come_back_nobody_is_lost(told: list[str]) -> None:
+    """The bus hangs for 5 s with its connections open, then everything comes at once, ours a little before the others'."""
+    registry = Registry(TIMEOUT_S, InstanceId("own"))
+    registry.on_lost(told.append)
+    for name in ("own", "a", "dead"):
+        registry.on_event(beat(name), 0.0)
+    for now_s in (0.5, 1.0, 1.6, 2.5, 3.1, 4.0, 5.0):
+        registry.sweep(now_s)
+    registry.on_event(beat("own"), 5.1)
+    registry.sweep(5.2)
+    assert told == []
+    for now_s in (5.3, 6.0, 7.0, 8.0, 8.1):
+        for name in ("own", "a"):
+            registry.on_event(beat(name), now_s)
+        registry.sweep(now_s)
+    assert told == ["dead"], "who stays silent when the bus is back is lost one timeout later"
+
+
 def test_other_events_are_ignored(registry: Registry) -> None:
     registry.on_event(TokenBatch(InstanceId("a"), ()), 0.0)
     assert registry.all() == []
