@@ -344,7 +344,8 @@ class Heartbeat(Message, frozen=True):
 
 
 class Lost(Message, frozen=True):
-    """Published by whoever saw an instance end: the launcher, or the instance itself as its last word."""
+    """Published by whoever saw an instance end: the launcher, or the instance itself as its last word. expected: a
+    DrainRequest asked for it, so that it stays ended. Not so a signal that somebody sent."""
 
     instance_id: InstanceId
     name: str

@@ -178,6 +178,7 @@ class ServiceHost:
 
     async def _handle(self, request: InstanceRequest) -> Message | None:
         if isinstance(request, DrainRequest):
+            self._lifecycle.is_wanted_gone = request.exit
             self._lifecycle.begin_drain(request.exit)
             return Accepted()
         return await self._service.handle(request)
@@ -197,7 +198,8 @@ class ServiceHost:
         return 0
 
     async def _leave(self, server: QuietServer, exit_code: int) -> None:
-        lost = Lost(self._context.instance_id, self._context.name, exit_code, expected=exit_code == 0)
+        is_wanted = exit_code == 0 and self._lifecycle.is_wanted_gone
+        lost = Lost(self._context.instance_id, self._context.name, exit_code, expected=is_wanted)
         await self._bus.publish_event(LOST_SUBJECT, lost)
         server.should_exit = True
         try:

@@ -70,6 +70,7 @@ class Lifecycle:
 
     def __init__(self) -> None:
         self.state: State = "starting"
+        self.is_wanted_gone = False  # a DrainRequest asked for the exit
         self.drain_asked = asyncio.Event()
         self.exit_asked = asyncio.Event()
         self.drained = asyncio.Event()

@@ -1,7 +1,7 @@
 """Keeps local processes running: starts them, tells the bus when one ends, starts it again.
 
 Servers (NATS, Valkey) and the scaler are started again by itself; a stage only when the scaler asks (LaunchRequest), whom it
-tells of the loss every second until then.
+tells of the loss every second until then. One that was drained (DrainRequest) is not told of: it stays ended.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from triptych.services.launcher.child_log import ChildLog
 from triptych.services.launcher.template import NoTemplateError, Template
 from triptych.shared.bus import Bus
 from triptych.shared.errors import BadRequest, Overloaded
-from triptych.shared.messages import LOST_SUBJECT, Accepted, InstanceId, InstanceRequest, LaunchRequest, Lost, Message
+from triptych.shared.messages import LOST_SUBJECT, Accepted, Event, InstanceId, InstanceRequest, LaunchRequest, Lost, Message
 from triptych.shared.policies.restart import decide_restart
 from triptych.shared.service_app import new_instance_id
 
 TELL_INTERVAL_S = 1.0  # chosen: how often an unrepaired loss is told again
 NUM_CRASHES_KEPT = 32  # chosen: more than the policy looks at
+NUM_DRAINED_KEPT = 1024  # chosen: instances that said that they were drained; each is looked for soon after
 
 _log = structlog.get_logger(__name__)
 
@@ -55,12 +56,18 @@ class LocalLauncher:
         self._on_exit = on_exit
         self._template = template
         self._slots: dict[str, Slot] = {}
+        self._drained: deque[InstanceId] = deque(maxlen=NUM_DRAINED_KEPT)
         self._bus: Bus | None = None
         self._is_stopping = False
 
-    def use_bus(self, bus: Bus) -> None:
+    async def use_bus(self, bus: Bus) -> None:
         """From now on losses are told."""
+        await bus.listen(LOST_SUBJECT, self._on_event)
         self._bus = bus
+
+    def _on_event(self, event: Event) -> None:
+        if isinstance(event, Lost) and event.expected:
+            self._drained.append(event.instance_id)
 
     def pids(self) -> dict[str, int]:
         """Of the running processes, by slot name."""
@@ -162,14 +169,16 @@ class LocalLauncher:
 
     async def _until_asked(self, slot: Slot, status: int) -> None:
         while not slot.relaunch.is_set():
-            await self._tell(slot, status)
+            is_drained = slot.instance_id in self._drained
+            if not is_drained:
+                await self._tell(slot, status)
             try:
-                async with asyncio.timeout(TELL_INTERVAL_S if status != 0 else None):
+                async with asyncio.timeout(None if is_drained else TELL_INTERVAL_S):
                     await slot.relaunch.wait()
             except TimeoutError:
                 continue
 
     async def _tell(self, slot: Slot, status: int) -> None:
         if self._bus is not None and slot.instance_id is not None:
-            lost = Lost(slot.instance_id, slot.name, status, expected=status == 0)
+            lost = Lost(slot.instance_id, slot.name, status, expected=False)
             await self._bus.publish_event(LOST_SUBJECT, lost)

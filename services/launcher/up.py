@@ -173,7 +173,7 @@ class Up:
             update["engine_instances"] = num_engine_instances(self._options.counts)
         self._settings = self._settings.model_copy(update=update)
         self._presence = await Presence.join(self._settings, self._launcher.handle, self._on_ready)
-        self._launcher.use_bus(self._presence.bus)
+        await self._launcher.use_bus(self._presence.bus)
         async with asyncio.TaskGroup() as tasks:
             for planned in self._slots:
                 tasks.create_task(self._launcher.start(self._slot(planned)))

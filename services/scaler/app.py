@@ -75,11 +75,13 @@ class Scaler:
             self._seen.append(event.instance_id)
             crashes_s.append(now_s)
         decision = decide_restart(event.expected, crashes_s, now_s)
-        if decision.delay_s is not None:
-            _log.info("restart", slot=event.name, exit_code=event.exit_code, delay_s=decision.delay_s, reason=decision.reason)
-            task = asyncio.create_task(self._restart(event, decision.delay_s), name=f"restart {event.name}")
-            self._restarting[event.name] = task
-            task.add_done_callback(lambda _: self._restarting.pop(event.name, None))
+        if decision.delay_s is None:
+            self._handled.append(event.instance_id)  # that was its own last word; the launcher's may come after it
+            return
+        _log.info("restart", slot=event.name, exit_code=event.exit_code, delay_s=decision.delay_s, reason=decision.reason)
+        task = asyncio.create_task(self._restart(event, decision.delay_s), name=f"restart {event.name}")
+        self._restarting[event.name] = task
+        task.add_done_callback(lambda _: self._restarting.pop(event.name, None))
 
     async def _restart(self, lost: Lost, delay_s: float) -> None:
         assert self._context is not None

@@ -164,7 +164,7 @@ async def test_sigterm_drains_then_exits_0(ears: Ears, start: Start) -> None:
     assert time.monotonic() - begin_s >= 0.3, "it waited for its work"
     assert out.splitlines() == ["starting", "stopped"]
     await ears.until(lambda: bool(ears.lost), "its last word")
-    assert ears.lost == [Lost(beat.instance_id, "dummy-0", 0, expected=True)]
+    assert ears.lost == [Lost(beat.instance_id, "dummy-0", 0, expected=False)], "nobody asked the cluster for that"
     assert "Traceback" not in err
 
 
@@ -252,7 +252,7 @@ class LocalCluster:
     async def start(self, nats_url: str) -> None:
         settings = Settings(nats_url=nats_url, heartbeat_interval_s=0.1)
         self.presence = await Presence.join(settings, self.launcher.handle, lambda beat: None)
-        self.launcher.use_bus(self.presence.bus)
+        await self.launcher.use_bus(self.presence.bus)
         dummy = self.slot("dummy-0", lambda instance_id: (sys.executable, str(DUMMY), "instance", "dummy-0", instance_id))
         serve = (sys.executable, "-m", "triptych.services.cli", "serve", "scaler", "--name", "scaler-0", "--instance-id")
         await self.launcher.start(dummy)
@@ -291,6 +291,15 @@ async def test_the_scaler_has_a_killed_process_started_again(ears: Ears, local: 
     assert {beat.instance_id for beat in status.instances} == {scaler.instance_id, second.instance_id}
     with pytest.raises(InstanceLost):
         await ears.bus.request(first.instance_id, LaunchRequest("0"), TIMEOUT_S)
+
+
+async def test_a_process_that_somebody_terminates_is_started_again(ears: Ears, local: LocalCluster) -> None:
+    """It ends cleanly, with status 0, but nobody asked the cluster to do without it."""
+    await ears.ready("scaler-0")
+    first = await ears.ready("dummy-0")
+    os.kill(first.resources.pid, signal.SIGTERM)
+    await ears.ready("dummy-0", after=first.instance_id)
+    assert Lost(first.instance_id, "dummy-0", 0, expected=False) in ears.lost
 
 
 async def test_a_drained_process_is_not_started_again_until_asked(ears: Ears, local: LocalCluster) -> None:
