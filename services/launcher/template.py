@@ -57,17 +57,25 @@ class Template:
             raise NoTemplateError
         try:
             async with asyncio.timeout(FORK_TIMEOUT_S), self._lock:
-                if self._control is None:
-                    raise NoTemplateError
-                socket.send_fds(self._control, [request], [output])
-                answer = await asyncio.get_running_loop().sock_recv(self._control, 64)
+                answer = await self._ask(request, output)
         except (OSError, TimeoutError) as error:
-            self.close()
             raise NoTemplateError from error
         if not answer:
             self.close()
             raise NoTemplateError
         return int(answer)
+
+    async def _ask(self, request: bytes, output: int) -> bytes:
+        control = self._control
+        if control is None:
+            raise NoTemplateError
+        try:
+            socket.send_fds(control, [request], [output])
+            return await asyncio.get_running_loop().sock_recv(control, 64)
+        except BaseException:  # cancelled too: an answer that comes late would be taken for the next one's
+            if control is self._control:
+                self.close()
+            raise
 
     def close(self) -> None:
         """The template ends when its socket is closed."""

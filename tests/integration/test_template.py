@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
+import socket
 from collections.abc import Callable
 
 import pytest
@@ -62,3 +64,19 @@ async def test_a_template_that_ends_is_no_template_any_more() -> None:
     with pytest.raises(NoTemplateError):
         async with asyncio.timeout(10):
             await asking
+
+
+async def test_an_answer_that_nobody_waits_for_is_not_taken_for_the_next_one() -> None:
+    template = Template({})
+    (theirs,) = template.spec().descriptors
+    spec = ChildSpec("x", (), {}, fork_arguments=("--version",))
+    asking = asyncio.create_task(template.fork(spec, 1))
+    await asyncio.sleep(0)  # it has asked
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    with socket.socket(fileno=theirs) as control:
+        with contextlib.suppress(BrokenPipeError):
+            control.send(b"12345")  # the pid of a fork that came too late
+        with pytest.raises(NoTemplateError):
+            await template.fork(spec, 1)
