@@ -18,7 +18,6 @@ from nats.aio.msg import Msg
 
 from triptych.shared.errors import (
     UNREACHABLE,
-    BadRequest,
     DeadlineExceeded,
     InstanceLost,
     InternalError,
@@ -190,7 +189,7 @@ class Bus:
                 request = decode_request(message.data)
             except msgspec.MsgspecError:
                 self.counters.num_invalid_payloads += 1
-                await self._answer(message, error_reply(BadRequest("not a valid request message", code="invalid_message")))
+                await self._answer(message, error_reply(InternalError("not a valid request message", code="invalid_message")))
                 return
             # A release must get through when requests no longer do, or what would make room waits for its lease to end.
             bound = max_concurrent if message.reply else max_concurrent * UNANSWERED_FACTOR

@@ -79,7 +79,7 @@ class Engine(Protocol):
         """Fill in positions, position_delta and generator of a new sequence.
 
         Raises:
-            BadRequest: placeholders in token_ids don't match `images`.
+            InternalError: placeholders in token_ids don't match `images`.
         """
         ...
 

@@ -5,32 +5,32 @@ from __future__ import annotations
 import torch
 
 from triptych.shared.engine.api import Chunk, Sequence
-from triptych.shared.errors import BadRequest, InternalError
+from triptych.shared.errors import InternalError
 
 
 def check_prompt(sequence: Sequence, image_token_id: int, vocab_size: int) -> None:
     """Refuse a prompt that would break a forward pass: the engine trusts what passed here.
 
     Raises:
-        BadRequest: it is empty, a token is out of the vocabulary, spans overlap, touch or leave the prompt, or the
-            placeholders in the prompt are not exactly those of the spans.
+        InternalError: a bug of whoever made it, nothing that a client did: it is empty, a token is out of the vocabulary,
+            spans overlap, touch or leave the prompt, or the placeholders in it are not exactly those of the spans.
     """
     prompt = torch.tensor(sequence.token_ids[: sequence.num_prompt_tokens], dtype=torch.int64)
     if not 0 < sequence.num_prompt_tokens == len(prompt):
-        raise BadRequest("the prompt is empty or shorter than announced", code="invalid_prompt")
+        raise InternalError("the prompt is empty or shorter than announced", code="invalid_prompt")
     if int(prompt.min()) < 0 or int(prompt.max()) >= vocab_size:
-        raise BadRequest("the prompt has a token outside the model's vocabulary", code="invalid_prompt")
+        raise InternalError("the prompt has a token outside the model's vocabulary", code="invalid_prompt")
     end = -1
     for span in sequence.images:
         if span.offset <= end or span.image.num_tokens < 1:  # touching spans would read as one image
-            raise BadRequest("image spans are empty, unsorted, overlapping, or not separated", code="invalid_image_spans")
+            raise InternalError("image spans are empty, unsorted, overlapping, or not separated", code="invalid_image_spans")
         end = span.offset + span.image.num_tokens
         if end > len(prompt) or not bool((prompt[span.offset : end] == image_token_id).all()):
-            raise BadRequest("an image's placeholders are not where its span is", code="invalid_image_spans")
+            raise InternalError("an image's placeholders are not where its span is", code="invalid_image_spans")
     num_placeholders = int((prompt == image_token_id).sum())
     num_image_tokens = sum(span.image.num_tokens for span in sequence.images)
     if num_placeholders != num_image_tokens:
-        raise BadRequest(
+        raise InternalError(
             f"the prompt has {num_placeholders} image placeholders for {num_image_tokens} image tokens",
             code="invalid_image_spans",
         )

@@ -87,7 +87,7 @@ class TorchEngine:
         check_prompt(sequence, self._checkpoint.image_token_id, self._model.vocab_size)
         for span in sequence.images:
             if tuple(span.embeddings.shape) != (span.image.num_tokens, self._model.hidden_size):
-                raise BadRequest("an image's embeddings don't fit its span", code="invalid_image_spans")
+                raise InternalError("an image's embeddings don't fit its span", code="invalid_image_spans")
         prompt = sequence.token_ids[: sequence.num_prompt_tokens]
         images = [span.image for span in sequence.images]
         sequence.positions, sequence.position_delta = self._model.rotary_positions(prompt, images)

@@ -202,7 +202,7 @@ def test_placeholders_must_match_the_images(engine: TorchEngine, checkpoint: Che
         ([1, *pads], [ImageSpan(2, info, embedded)]),
     ]
     for tokens, images in bad:
-        with pytest.raises(BadRequest):
+        with pytest.raises(InternalError):
             engine.prepare(Sequence(RequestId("r"), tokens, len(tokens), GREEDY, images))
     engine.prepare(Sequence(RequestId("r"), [1, *pads, 2], size + 2, GREEDY, [good]))
 

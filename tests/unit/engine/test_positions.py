@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from triptych.shared.engine.api import Chunk, ImageSpan, Sequence
 from triptych.shared.engine.positions import check_chunk, check_prompt, chunk_positions
-from triptych.shared.errors import BadRequest, InternalError
+from triptych.shared.errors import InternalError
 from triptych.shared.messages import ImageInfo, RequestId, SamplingParams
 
 PAD = 99
@@ -53,7 +53,7 @@ def test_any_other_span_or_number_of_placeholders_is_refused(layout: list[tuple[
         if moved == spans[index]:
             return
         spans[index] = moved
-    with pytest.raises(BadRequest):
+    with pytest.raises(InternalError):
         check_prompt(sequence(tokens, spans), PAD, VOCAB)
 
 
@@ -64,7 +64,7 @@ def test_output_tokens_are_no_part_of_the_prompt() -> None:
 def test_a_prompt_shorter_than_announced_is_refused() -> None:
     short = sequence([1, 2], [])
     short.num_prompt_tokens = 3
-    with pytest.raises(BadRequest):
+    with pytest.raises(InternalError):
         check_prompt(short, PAD, VOCAB)
 
 
