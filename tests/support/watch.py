@@ -15,6 +15,7 @@ from nats.aio.msg import Msg
 from triptych.shared.messages import HEARTBEAT_SUBJECT, Heartbeat, decode_event
 
 ALL_SERVICES = ("router", "preprocess", "instance", "scaler")
+CONNECT_TIMEOUT_S = 15.0  # chosen: a cluster that has ended shall fail the test, not hang it
 HEARTBEAT_INTERVAL_S = 0.5  # the default setting: what a heartbeat shows may be that old
 
 
@@ -31,7 +32,8 @@ class Watch:
         async def quiet(_error: Exception) -> None:
             """The server is killed in some tests."""
 
-        self._client = await nats.connect(self._nats_url, error_cb=quiet, connect_timeout=5, max_reconnect_attempts=-1)
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):  # without a bound of its own: it would try for ever
+            self._client = await nats.connect(self._nats_url, error_cb=quiet, connect_timeout=5, max_reconnect_attempts=-1)
         await self._client.subscribe(HEARTBEAT_SUBJECT, cb=self._on_message)
         await self._client.flush(timeout=5)
         return self
