@@ -18,6 +18,7 @@ from triptych.services.router.dispatch import Dispatcher
 from triptych.services.router.endpoints import add_endpoints
 from triptych.services.router.http_errors import error_response, install_error_handlers
 from triptych.services.router.load_book import LoadBook
+from triptych.services.router.media_gate import MediaGate
 from triptych.services.router.prompt import PromptBuilder
 from triptych.services.router.record import STAGES, Phase, RequestRecord
 from triptych.services.router.releases import Releases
@@ -95,6 +96,7 @@ class RouterService:
             dispatcher=dispatcher,
             streams=streams,
             uploader=Uploader(context.instance_id),
+            gate=MediaGate(),
             limits=limits,
             release=lambda attempt: releases.release(attempt.request_id, attempt.touched),
         )

@@ -16,12 +16,13 @@ from typing import TypeVar
 from triptych.services.router.data_url import ImageSource
 from triptych.services.router.dispatch import Dispatcher, Work
 from triptych.services.router.load_book import LoadBook
+from triptych.services.router.media_gate import STORE_FULL, MediaGate
 from triptych.services.router.prompt import ExpandedPrompt, Prompt, expand
 from triptych.services.router.record import Attempt, Phase, RequestRecord
 from triptych.services.router.token_streams import Tokens, TokenStreams
 from triptych.services.router.uploads import Uploader
 from triptych.shared.bus import Bus
-from triptych.shared.errors import BadRequest, InternalError, TriptychError
+from triptych.shared.errors import BadRequest, InstanceLost, InternalError, Overloaded, TriptychError
 from triptych.shared.messages import (
     MAX_INLINE_TOKENS,
     MAX_PAYLOAD_BYTES,
@@ -86,6 +87,7 @@ class Parts:
     dispatcher: Dispatcher
     streams: TokenStreams
     uploader: Uploader
+    gate: MediaGate
     limits: Limits
     release: Callable[[Attempt], None]
 
@@ -104,21 +106,11 @@ class AttemptRun:
         """The output in pieces, the last with finish_reason. Raises TriptychError."""
         if not self.job.sources or self.job.prompt.num_text_tokens >= self.parts.limits.max_model_len():
             self._max_tokens()
-        embeddings = await self._all_embeddings()
-        sampling = SamplingParams(
-            max_tokens=self._max_tokens(),
-            temperature=self.job.temperature,
-            seed=self.job.seed,
-            stop_token_ids=self.parts.limits.stop_token_ids,
-            ignore_eos=self.job.ignore_eos,
-        )
-        infos = [self.images[i] for i in range(len(self.job.sources))]
-        self.record.num_text_tokens = self.job.prompt.num_text_tokens
-        self.record.num_image_tokens = sum(info.num_tokens for info in infos)
-        expanded = expand(self.job.prompt, [info.num_tokens for info in infos])
-        placed = tuple(map(PlacedImage, infos, expanded.offsets, embeddings))
-        self.record.move(Phase.PREFILL)
-        prefill_id, first = await self._prefill(expanded, placed, sampling)
+        if self.job.sources:
+            async with self.parts.gate.turn(self.record.arrived_at_s, self._remaining_s()):
+                sampling, prefill_id, first = await self._first_token()
+        else:
+            sampling, prefill_id, first = await self._first_token()
         self.record.first_token_at_s = time.monotonic()
         if first.finish_reason is not None:
             yield Tokens(() if first.finish_reason == "stop" else (first.first_token,), first.finish_reason)
@@ -138,6 +130,25 @@ class AttemptRun:
                     if is_over:
                         stamp.end(time.monotonic(), piece.time)
                     yield piece
+
+    async def _first_token(self) -> tuple[SamplingParams, InstanceId, PrefillReply]:
+        """The stages up to prefill: how the output is sampled, who has its KV, and its first token."""
+        embeddings = await self._all_embeddings()
+        sampling = SamplingParams(
+            max_tokens=self._max_tokens(),
+            temperature=self.job.temperature,
+            seed=self.job.seed,
+            stop_token_ids=self.parts.limits.stop_token_ids,
+            ignore_eos=self.job.ignore_eos,
+        )
+        infos = [self.images[i] for i in range(len(self.job.sources))]
+        self.record.num_text_tokens = self.job.prompt.num_text_tokens
+        self.record.num_image_tokens = sum(info.num_tokens for info in infos)
+        expanded = expand(self.job.prompt, [info.num_tokens for info in infos])
+        placed = tuple(map(PlacedImage, infos, expanded.offsets, embeddings))
+        self.record.move(Phase.PREFILL)
+        prefill_id, first = await self._prefill(expanded, placed, sampling)
+        return sampling, prefill_id, first
 
     def _remaining_s(self) -> float:
         return self.record.remaining_s(time.monotonic())
@@ -197,11 +208,21 @@ class AttemptRun:
             url=source.url,
             media_id=media_id,
         )
-        return await self._ask(beat, request, PreprocessReply)
+        return await self._ask_for_room(beat, request, PreprocessReply)
 
     async def _send_pixels(self, item: PreprocessReply, beat: Heartbeat) -> EncodeReply:
         request = EncodeRequest(self.attempt.request_id, self.parts.router_id, item.image, item.pixels, self._remaining_s())
-        return await self._ask(beat, request, EncodeReply)
+        return await self._ask_for_room(beat, request, EncodeReply)
+
+    async def _ask_for_room(self, beat: Heartbeat, request: Message, expected: type[R]) -> R:
+        """`_ask` for what stays there. A store that stays full may be full of parts of requests that wait for their rest, as
+        this one does: it is asked nowhere else, the attempt is given up with all that it holds (see media_gate.py)."""
+        try:
+            return await self._ask(beat, request, expected)
+        except Overloaded as error:
+            if error.code != "tensor_store_full":
+                raise
+            raise InstanceLost("a stage had no room for the request's pictures", code=STORE_FULL) from error
 
     # --- text -----------------------------------------------------------------------------------------------------------
 

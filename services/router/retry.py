@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from triptych.services.router.attempt import AttemptRun, Job, Parts
+from triptych.services.router.media_gate import STORE_FULL
 from triptych.services.router.record import RequestRecord
 from triptych.services.router.token_streams import Tokens
 from triptych.shared.errors import InstanceLost, InternalError, Overloaded, TriptychError
@@ -17,11 +18,13 @@ async def run_request(parts: Parts, job: Job, record: RequestRecord) -> AsyncGen
     """The output in pieces, the last with finish_reason. Close the iterator (aclosing) to abort.
 
     A lost instance means another attempt, as long as nothing of this one has gone out: for an answer in one piece that is
-    until its end. Then the pictures are let go of (job.sources is emptied).
+    until its end. Then the pictures are let go of (job.sources is emptied). An attempt that found no room is repeated until
+    the request's deadline, which the gate watches.
 
     Raises:
         TriptychError: the request ends in this error.
     """
+    num_failed = 0
     while True:
         attempt = record.begin_attempt()
         held_back: list[Tokens] = []
@@ -38,7 +41,8 @@ async def run_request(parts: Parts, job: Job, record: RequestRecord) -> AsyncGen
         except InstanceLost as error:
             if is_out:
                 raise
-            if len(record.attempts) >= parts.limits.max_attempts:
+            num_failed += error.code != STORE_FULL
+            if num_failed >= parts.limits.max_attempts:
                 raise _given_up(error) from error
             continue
         finally:
