@@ -21,6 +21,10 @@ NUM_SOME = 40
 MAX_PAYLOAD_BYTES = 65_536  # the issue: nothing larger than 64 KB rides on NATS
 
 
+# some in every run, as many as the acceptance list asks for in the long one
+BOTH_SIZES = pytest.mark.parametrize("count", [NUM_SOME, pytest.param(NUM_ALL, marks=pytest.mark.long)])
+
+
 def cases(count: int) -> list[Case]:
     return [random_case(seed) for seed in range(count)]
 
@@ -46,15 +50,16 @@ async def test_the_request_visits_every_stage_in_its_own_process(cluster: Cluste
     assert all(stage["compute_ms"] > 0 for stage in answer.trace["stages"])
 
 
+@BOTH_SIZES
 @pytest.mark.timeout(300)
-async def test_colocated_equals_transformers(start_cluster: Callable[..., Cluster], reference: Reference) -> None:
+async def test_colocated_equals_transformers(start_cluster: Callable[..., Cluster], reference: Reference, count: int) -> None:
     """One process has the roles encoder, prefill and decode: equal to the reference, so equal to the disaggregated."""
     cluster = start_cluster("--colocated")
     async with Watch(cluster.nats_url) as watch:
         await watch.until_complete()
         [instance] = [beat for beat in watch.beats.values() if beat.service == "instance"]
         assert set(instance.roles) == {"encoder", "prefill", "decode"}
-        await check_parity(cluster.url, cases(NUM_SOME), reference)
+        await check_parity(cluster.url, cases(count), reference)
         await watch.until_at_rest(5, "after the colocated run")
     assert cluster.stop() == 0
 
@@ -67,9 +72,14 @@ def bounded_nats(tmp_path: Path) -> Iterator[NatsServer]:
     server.stop()
 
 
+@BOTH_SIZES
 @pytest.mark.timeout(300)
 async def test_over_gloo_and_a_nats_server_that_takes_only_64_kb(
-    start_cluster: Callable[..., Cluster], stopping_checkpoint: Path, stopping_reference: Reference, bounded_nats: NatsServer
+    start_cluster: Callable[..., Cluster],
+    stopping_checkpoint: Path,
+    stopping_reference: Reference,
+    bounded_nats: NatsServer,
+    count: int,
 ) -> None:
     """Tensors travel over torch.distributed; media, prompts longer than a message, and KV are never on the bus."""
     cluster = start_cluster(
@@ -81,24 +91,27 @@ async def test_over_gloo_and_a_nats_server_that_takes_only_64_kb(
     assert stopping_reference.answer(long).num_prompt_tokens * 4 > MAX_PAYLOAD_BYTES
     async with Watch(cluster.nats_url) as watch:
         await watch.until_complete()
-        answers = await check_parity(cluster.url, [*cases(NUM_SOME), long], stopping_reference)
+        answers = await check_parity(cluster.url, [*cases(count), long], stopping_reference)
         await watch.until_at_rest(5, "after the run over gloo")
-    assert sum(answer.finish_reason == "stop" for answer in answers) > NUM_SOME // 4, "this checkpoint was to stop often"
+    assert sum(answer.finish_reason == "stop" for answer in answers) > count // 4, "this checkpoint was to stop often"
     assert bounded_nats.payload_error() is None
     assert cluster.stop() == 0
 
 
+@BOTH_SIZES
 @pytest.mark.timeout(300)
-async def test_a_small_kv_pool_only_makes_it_slower(start_cluster: Callable[..., Cluster], reference: Reference) -> None:
+async def test_a_small_kv_pool_only_makes_it_slower(
+    start_cluster: Callable[..., Cluster], reference: Reference, count: int
+) -> None:
     """The pool holds the longest sequence and little else: others wait, or are moved out to memory and back."""
     block_bytes = kv_bytes_per_token(reference) * 16
-    longest = max(reference.answer(case).num_prompt_tokens + case.max_tokens for case in cases(NUM_SOME))
+    longest = max(reference.answer(case).num_prompt_tokens + case.max_tokens for case in cases(count))
     num_blocks = longest // 16 + 8
     cluster = start_cluster(TRIPTYCH_KV_CACHE_BYTES=str(num_blocks * block_bytes))
     async with Watch(cluster.nats_url) as watch:
         await watch.until_complete()
         assert watch.of("decode").resources.num_blocks <= num_blocks
-        await check_parity(cluster.url, cases(NUM_SOME), reference, concurrency=32)
+        await check_parity(cluster.url, cases(count), reference, concurrency=32)
         await watch.until_at_rest(5, "after the run with a small pool")
     assert cluster.stop() == 0
 
