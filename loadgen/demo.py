@@ -38,8 +38,11 @@ class DemoFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Question:
+    """right: what a model that was trained on such pictures answers."""
+
     title: str
     text: str
+    right: str
     pictures: tuple[Path, ...] = ()
 
 
@@ -47,6 +50,7 @@ class Question:
 class Outcome:
     """How one question went: seconds to the first piece of text and to the end, and the server's trace."""
 
+    text: str
     ttft_s: float
     total_s: float
     num_tokens: int
@@ -72,11 +76,11 @@ async def choose_checkpoint(console: Console) -> Path:
 def draw_pictures() -> tuple[Path, Path]:
     """Two pictures to ask about: a red circle beside a blue square, and a green triangle."""
     FOLDER.mkdir(parents=True, exist_ok=True)
-    first, second = Image.new("RGB", (448, 336), "white"), Image.new("RGB", (336, 448), "lightyellow")
+    first, second = Image.new("RGB", (224, 224), "white"), Image.new("RGB", (168, 168), "white")
     draw = ImageDraw.Draw(first)
-    draw.ellipse((40, 90, 200, 250), fill="red")
-    draw.rectangle((250, 90, 410, 250), fill="blue")
-    ImageDraw.Draw(second).polygon([(168, 60), (300, 380), (36, 380)], fill="green")
+    draw.ellipse((20, 20, 90, 90), fill=(220, 40, 40))
+    draw.rectangle((130, 130, 200, 200), fill=(40, 80, 220))
+    ImageDraw.Draw(second).polygon([(84, 34), (134, 126), (34, 126)], fill=(40, 160, 60))
     paths = FOLDER / "circle-and-square.png", FOLDER / "triangle.png"
     for image, path in zip((first, second), paths, strict=True):
         image.save(path)
@@ -157,7 +161,7 @@ async def read_events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[st
 async def ask(http: aiohttp.ClientSession, info: dict[str, Any], question: Question, console: Console) -> Outcome:
     """Send one question and print the answer while it comes."""
     begin_s = time.monotonic()
-    ttft_s, num_tokens = 0.0, 0
+    ttft_s, num_tokens, answer = 0.0, 0, ""
     trace: dict[str, Any] = {}
     headers = {"X-Triptych-Trace": "1"}
     body = request_body(info["model"], question, 32)
@@ -168,6 +172,7 @@ async def ask(http: aiohttp.ClientSession, info: dict[str, Any], question: Quest
             text = "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
             if text:
                 ttft_s = ttft_s or time.monotonic() - begin_s
+                answer += text
                 shown = "".join(letter if letter.isprintable() else " " for letter in text)
                 console.print(shown, end="", style="bold", markup=False, highlight=False, soft_wrap=True)
             num_tokens = (chunk.get("usage") or {}).get("completion_tokens", num_tokens)
@@ -175,7 +180,7 @@ async def ask(http: aiohttp.ClientSession, info: dict[str, Any], question: Quest
     console.print()
     if not num_tokens or not trace:
         raise DemoFailed("the answer has no usage or no trace")
-    return Outcome(ttft_s, time.monotonic() - begin_s, num_tokens, trace)
+    return Outcome(answer, ttft_s, time.monotonic() - begin_s, num_tokens, trace)
 
 
 def path_table(trace: dict[str, Any]) -> Table:
@@ -192,12 +197,20 @@ def path_table(trace: dict[str, Any]) -> Table:
 
 
 async def show(http: aiohttp.ClientSession, info: dict[str, Any], question: Question, console: Console) -> None:
-    """One question with its pictures, its answer and its path."""
+    """One question with its pictures, its answer and its path.
+
+    Raises:
+        DemoFailed: the weights are trained, and the answer is wrong.
+    """
     for path in question.pictures:
         console.print(f"picture  {path}", markup=False, highlight=False)
     console.print(f"user     {question.text}", markup=False, highlight=False)
     console.print("answer   ", end="")
     outcome = await ask(http, info, question, console)
+    if not info.get("random_weights"):
+        if outcome.text.strip() != question.right:
+            raise DemoFailed(f"the right answer is: {question.right}")
+        console.print("         [green]that is right[/]")
     console.print(path_table(outcome.trace))
     times = f"first token after {1000 * outcome.ttft_s:.0f} ms, all {outcome.num_tokens} after {1000 * outcome.total_s:.0f} ms"
     console.print(f"{times}, attempts: {outcome.trace['attempts']}", highlight=False)
@@ -211,9 +224,9 @@ async def run(console: Console) -> None:
     """
     shapes, triangle = draw_pictures()
     questions = (
-        Question("A text question", "What is a triptych?"),
-        Question("A question about a picture", "What is left of the square?", (shapes,)),
-        Question("A question about two pictures", "Which picture shows a triangle?", (shapes, triangle)),
+        Question("A text question", "What day comes after Monday?", "Tuesday"),
+        Question("A question about a picture", "Describe the picture.", "a red circle and a blue square", (shapes,)),
+        Question("A question about two pictures", "Which picture has a green triangle?", "picture 2", (shapes, triangle)),
     )
     checkpoint = await choose_checkpoint(console)
     begin_s = time.monotonic()
