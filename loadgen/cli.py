@@ -27,6 +27,8 @@ def make_checkpoint_command(
     chosen = next((known for known in KINDS if known == kind), None)
     if chosen is None:
         raise typer.BadParameter(f"{kind!r} is not one of {', '.join(KINDS)}", param_hint="KIND")
+    if out.exists() and not (out / "config.json").is_file() and (out.is_file() or any(out.iterdir())):
+        raise typer.BadParameter(f"{str(out)!r} exists and is no checkpoint: name a new or empty folder", param_hint="OUT")
     print(make_checkpoint(chosen, out, seed))
 
 

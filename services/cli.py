@@ -27,6 +27,7 @@ from triptych.shared.threads import thread_environment
 ROLES: tuple[Role, ...] = ("encoder", "prefill", "decode")
 STAGES = ("router", "preprocess", *ROLES, "scaler")
 STAGE_HELP = f"one of {', '.join(STAGES)}; or several engine roles, as encoder,prefill,decode"
+CLIENT_SETTINGS = ("port", "nats_url", "heartbeat_interval_s", "heartbeat_timeout_s", "drain_timeout_s", "log_level")
 MAX_NAME_LENGTH = 63  # chosen: a DNS label, so a container's name fits
 JsonFlag = Annotated[bool, typer.Option("--json", help="one JSON document on stdout")]
 Count = Annotated[int, typer.Option(min=1, help="processes of this stage")]
@@ -73,8 +74,11 @@ def up(
     from triptych.services.launcher.plan import Counts  # pulls in HTTP client, NATS, uvloop: not for --help
     from triptych.services.launcher.up import UpOptions, run_up
     from triptych.shared.checkpoint import open_checkpoint
+    from triptych.shared.http_host import resolve_host
 
     _need_model(settings)
+    resolve_host(settings.bind_host)  # as is one that nothing can listen on
+    _log_to_terminal(settings)
     open_checkpoint(settings.model, settings.model_name)  # a wrong model fails here, once; a hub id is downloaded once
     counts = Counts(router, preprocess, encoder, prefill, decode, colocated)
 
@@ -104,7 +108,7 @@ def serve(
 
 
 @app.command(context_settings=EXTRA_ARGUMENTS)
-@with_settings()
+@with_settings(shown=CLIENT_SETTINGS)
 def status(settings: Settings, as_json: JsonFlag = False) -> None:
     """Show the processes of a running cluster: roles, queues, memory, threads."""
     import msgspec  # with rich's tables and the NATS client: not for --help
@@ -112,6 +116,7 @@ def status(settings: Settings, as_json: JsonFlag = False) -> None:
 
     from triptych.services.cluster_view import fetch_status, print_status
 
+    _log_to_terminal(settings)
     reply = asyncio.run(fetch_status(settings))
     if as_json:
         sys.stdout.write(msgspec.json.encode(reply).decode() + "\n")
@@ -120,7 +125,7 @@ def status(settings: Settings, as_json: JsonFlag = False) -> None:
 
 
 @app.command(context_settings=EXTRA_ARGUMENTS)
-@with_settings()
+@with_settings(shown=CLIENT_SETTINGS)
 def drain(
     settings: Settings,
     instance: Annotated[str, typer.Argument(help="instance id or slot name, as `triptych status` shows it")],
@@ -129,8 +134,12 @@ def drain(
     """Let an instance finish its work and leave."""
     from triptych.services.cluster_view import drain_instance  # pulls in rich and the NATS client: not for --help
 
-    beat = asyncio.run(drain_instance(settings, instance))
-    sys.stdout.write(json.dumps({"drained": beat.instance_id}) + "\n" if as_json else f"{beat.instance_id} has left\n")
+    _log_to_terminal(settings)
+    drained = asyncio.run(drain_instance(settings, instance))
+    instance_id = drained.beat.instance_id
+    sys.stdout.write(json.dumps({"drained": instance_id}) + "\n" if as_json else f"{instance_id} has left\n")
+    for stage in drained.missing:
+        sys.stderr.write(f"warning: nobody is left for {stage}; requests that need it get 503\n")
 
 
 @app.command(context_settings=EXTRA_ARGUMENTS)
@@ -147,6 +156,14 @@ def config(settings: Settings, as_json: JsonFlag = False) -> None:
         shown = str(value).lower() if isinstance(value, bool) else value
         sys.stdout.write(f"{mark} {PREFIX}{name.upper()}={shown}{f'  # {description}' if description else ''}\n")
     sys.stdout.write("* set in the environment or by a flag\n")
+
+
+def _log_to_terminal(settings: Settings) -> None:
+    """For commands with output of their own: on stderr, and warnings only unless a level was chosen."""
+    from triptych.shared.logs import configure_logs  # structlog: not for --help
+
+    level = settings.log_level if "log_level" in settings.model_fields_set else "warning"
+    configure_logs(settings.model_copy(update={"log_level": level}), "triptych")
 
 
 def _need_model(settings: Settings) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from rich.console import Console
 from rich.table import Table
 
-from triptych.services.launcher.run_file import find_running
+from triptych.services.launcher.run_file import RunFile, list_running
 from triptych.shared.bus import Bus
 from triptych.shared.errors import BadRequest, InstanceLost, Overloaded
 from triptych.shared.messages import (
@@ -33,10 +36,7 @@ MEGABYTE = 1e6
 async def _joined(settings: Settings) -> AsyncIterator[tuple[Bus, Registry]]:
     nats_url = settings.nats_url
     if not nats_url:
-        run = find_running()
-        if run is None:
-            raise BadRequest("no cluster runs here: start `triptych up`, or give TRIPTYCH_NATS_URL", code="no_cluster")
-        nats_url = run.nats_url
+        nats_url = _choose_run(settings).nats_url
     bus = await Bus.connect(nats_url, "triptych-cli")
     try:
         registry = Registry(settings.heartbeat_timeout_s)
@@ -45,6 +45,26 @@ async def _joined(settings: Settings) -> AsyncIterator[tuple[Bus, Registry]]:
         yield bus, registry
     finally:
         await bus.close()
+
+
+def _choose_run(settings: Settings) -> RunFile:
+    """The cluster at --port when that was given, else the newest; says so when there are others.
+
+    Raises:
+        BadRequest: there is none.
+    """
+    runs = list_running()
+    if not runs:
+        raise BadRequest("no cluster runs here: start `triptych up`, or give TRIPTYCH_NATS_URL", code="no_cluster")
+    urls = ", ".join(run.url for run in runs)
+    if settings.port and "port" in settings.model_fields_set:
+        for run in runs:
+            if urlsplit(run.url).port == settings.port:
+                return run
+        raise BadRequest(f"no cluster has port {settings.port} here; there are: {urls}", code="no_cluster")
+    if len(runs) > 1:
+        sys.stderr.write(f"{len(runs)} clusters run here, newest first: {urls}. This is the newest; --port chooses.\n")
+    return runs[0]
 
 
 async def fetch_status(settings: Settings) -> StatusReply:
@@ -68,8 +88,16 @@ async def fetch_status(settings: Settings) -> StatusReply:
         return StatusReply(tuple(registry.all()), 0)
 
 
-async def drain_instance(settings: Settings, target: str) -> Heartbeat:
-    """Drain an instance (by id or slot name) and wait until it has left; its last heartbeat.
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """missing: the stages that nobody works for now that the instance has left."""
+
+    beat: Heartbeat
+    missing: tuple[str, ...]
+
+
+async def drain_instance(settings: Settings, target: str) -> Drained:
+    """Drain an instance (by id or slot name) and wait until it has left.
 
     Raises:
         BadRequest: no such instance.
@@ -91,7 +119,16 @@ async def drain_instance(settings: Settings, target: str) -> Heartbeat:
                 await left.wait()
         except TimeoutError:
             raise Overloaded(f"{found[0].instance_id} still drains", code="still_draining") from None
-        return found[0]
+        return Drained(found[0], _missing(found[0], registry))
+
+
+def _missing(gone: Heartbeat, registry: Registry) -> tuple[str, ...]:
+    others = {stage for beat in registry.all() if beat.instance_id != gone.instance_id for stage in _stages(beat)}
+    return tuple(stage for stage in _stages(gone) if stage not in others)
+
+
+def _stages(beat: Heartbeat) -> tuple[str, ...]:
+    return tuple(beat.roles) or (beat.service,)
 
 
 def print_status(status: StatusReply, console: Console) -> None:
@@ -106,7 +143,9 @@ def print_status(status: StatusReply, console: Console) -> None:
     console.print(table)
     memory_mb = sum(beat.resources.pss_bytes for beat in status.instances) / MEGABYTE
     cards = {beat.model.name for beat in status.instances if beat.model is not None}
-    console.print(f"model {', '.join(sorted(cards)) or '-'}, {memory_mb:.0f} MB, {status.num_restarts} restarts")
+    urls = sorted(beat.http_url for beat in status.instances if beat.service == "router")
+    place = f" at {', '.join(urls)}" if urls else ""
+    console.print(f"model {', '.join(sorted(cards)) or '-'}{place}, {memory_mb:.0f} MB, {status.num_restarts} restarts")
 
 
 def _row(beat: Heartbeat) -> tuple[str, ...]:

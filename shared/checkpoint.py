@@ -67,6 +67,8 @@ def open_checkpoint(model: str, name: str = "") -> Checkpoint:
     if not model:
         raise BadRequest("no model given: set --model or TRIPTYCH_MODEL to a checkpoint folder or hub id")
     path = _locate(model)
+    if not (path / "config.json").is_file():
+        raise BadRequest(f"{model!r} is no checkpoint: it has no config.json", code="unsupported_model")
     config = _read_json(path / "config.json")
     processor = _image_processor_config(path)
     generation = _read_json(path / "generation_config.json") if (path / "generation_config.json").exists() else {}
@@ -143,8 +145,15 @@ def _locate(model: str) -> Path:
         return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt"]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise BadRequest(
-            f"no checkpoint: {model!r} is neither a folder nor a hub id that can be had", code="model_not_found"
+            f"no checkpoint: {model!r} is neither a folder nor a hub id that can be had; {_hub_advice()}",
+            code="model_not_found",
         ) from error
+
+
+def _hub_advice() -> str:
+    if os.environ.get("HF_HUB_OFFLINE", "").lower() in {"1", "true", "yes", "on"}:
+        return "HF_HUB_OFFLINE is set, so only what the local hub cache holds can be had"
+    return "check the path, or the id (OWNER/NAME), the network, and HF_TOKEN if the model is gated"
 
 
 def _read_json(path: Path) -> dict[str, Any]:

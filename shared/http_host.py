@@ -44,7 +44,10 @@ def resolve_host(bind_host: str) -> str:
     except OSError as error:
         raise BadRequest(f"bind_host {bind_host!r} is not an address of this host: {error}", code="bad_setting") from error
     if ipaddress.ip_address(address.partition("%")[0]).is_unspecified:
-        raise BadRequest("bind_host must be one address, not all interfaces", code="bad_setting")
+        raise BadRequest(
+            "bind_host must be one address, not all interfaces: `hostname` for this host's own, or one that you name",
+            code="bad_setting",
+        )
     return address
 
 

@@ -57,13 +57,13 @@ def announce_run(url: str, nats_url: str) -> RunAnnouncement:
     return RunAnnouncement(path, file)
 
 
-def find_running() -> RunFile | None:
-    """The cluster that was started last and still runs."""
+def list_running() -> list[RunFile]:
+    """The clusters that run, the one that was started last first."""
     folder = _folder()
     if not folder.is_dir() or folder.stat().st_uid != os.getuid():
-        return None  # somebody else's folder in a shared temp folder
+        return []  # somebody else's folder in a shared temp folder
     found = [run for path in folder.glob("*.json") if (run := _read_if_alive(path)) is not None]
-    return max(found, key=lambda run: run.started_s, default=None)
+    return sorted(found, key=lambda run: run.started_s, reverse=True)
 
 
 def _read_if_alive(path: Path) -> RunFile | None:

@@ -135,6 +135,8 @@ class Up:
         if self._asked_to_stop.is_set():
             self._options.tell("killing everything")
             self._launcher.kill_all()
+        else:
+            self._options.tell("stopping: running requests may end; Ctrl-C again kills")
         self._asked_to_stop.set()
 
     async def _start_unless_stopped(self) -> UpInfo | None:

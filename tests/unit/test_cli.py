@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from triptych.services import cli
+from triptych.services.launcher.run_file import announce_run
 from triptych.services.setting_flags import flag_of
 from triptych.shared.settings import Settings
 
@@ -44,6 +45,19 @@ def test_an_unknown_flag_is_named_with_its_neighbour() -> None:
     assert result.stdout == ""
 
 
+def test_help_names_every_flag_in_full_with_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = runner.invoke(cli.app, ["up", "--help"]).stdout
+    assert all(flag_of(name) in shown for name in Settings.model_fields if name != "name")
+    assert "(default 8000)" in shown
+
+
+def test_help_of_a_client_command_lists_what_matters_to_it() -> None:
+    shown = runner.invoke(cli.app, ["status", "--help"]).stdout
+    assert "--nats-url" in shown
+    assert "--block-size" not in shown
+
+
 def test_flags_and_environment_reach_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRIPTYCH_MAX_IMAGES", "4")
     result = runner.invoke(cli.app, ["config", "--json", "--block-size", "8", "--log-json"])
@@ -69,6 +83,9 @@ def test_config_hides_passwords_and_marks_what_was_set() -> None:
         (["serve", "scaler"], 2, "--nats-url or TRIPTYCH_NATS_URL"),
         (["serve", "encoder", "--nats-url", "nats://h"], 2, "which model?"),
         (["serve", "scaler", "--nats-url", "nats://h", "--name", "a.b"], 2, "name 'a.b'"),
+        (["up", "some/model"], 2, "such as --model some/model"),
+        (["up", "--model", "m", "--bind-host", "0.0.0.0"], 2, "not all interfaces: `hostname`"),
+        (["status", "--nats-url", "//"], 2, "TRIPTYCH_NATS_URL is not a NATS server's URL"),
     ],
 )
 def test_mistakes_are_one_clear_line(arguments: list[str], status: int, message: str) -> None:
@@ -83,6 +100,16 @@ def test_no_cluster_is_a_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     result = runner.invoke(cli.app, ["status"])
     assert result.exit_code == 2
     assert "no cluster runs here" in result.stderr
+
+
+def test_the_port_chooses_among_clusters(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    run = announce_run("http://127.0.0.1:8001", "//")
+    wrong = runner.invoke(cli.app, ["status", "--port", "8000"])
+    assert wrong.stderr == "error: no cluster has port 8000 here; there are: http://127.0.0.1:8001\n"
+    right = runner.invoke(cli.app, ["status", "--port", "8001"])
+    assert "not a NATS server's URL" in right.stderr, "the chosen cluster's was tried"
+    run.withdraw()
 
 
 def test_version() -> None:

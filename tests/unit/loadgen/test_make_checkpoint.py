@@ -83,6 +83,15 @@ def test_the_command_writes_one_and_refuses_unknown_kinds(tmp_path: Path) -> Non
     assert not (tmp_path / "huge").exists()
 
 
+def test_the_command_writes_over_no_file_and_into_no_folder_of_something_else(tmp_path: Path) -> None:
+    (tmp_path / "note").write_text("mine")
+    for out in (tmp_path, tmp_path / "note"):
+        refused = CliRunner().invoke(main, ["make-checkpoint", "tiny", str(out)])
+        assert refused.exit_code == 2
+        assert "is no checkpoint" in refused.output.replace("\n", " ")
+    assert [path.name for path in tmp_path.iterdir()] == ["note"]
+
+
 def test_the_command_line_imports_without_torch() -> None:
     code = "import sys, triptych.loadgen.cli; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
