@@ -212,8 +212,8 @@ async def test_all_interfaces_are_refused(start: Start) -> None:
 
 async def test_a_killed_router_is_lost_for_the_stages(ears: Ears, start: Start) -> None:
     stage = await start("instance", "dummy-0")
+    await ears.ready("dummy-0")  # first, or it may never hear of the router: then it has nothing of it to free
     router = await start("router", "router-0", TRIPTYCH_PORT="0")
-    await ears.ready("dummy-0")
     beat = await ears.ready("router-0")
     router.kill()
     assert stage.stdout is not None
