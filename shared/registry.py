@@ -65,6 +65,12 @@ class Registry:
         self._beats.pop(instance_id, None)
         self._seen_s.pop(instance_id, None)
 
+    def note_stall(self, lag_s: float, now_s: float) -> None:
+        """We stood still for lag_s: others' heartbeats of that time are still unread. Only that time is forgiven, so that a
+        process that is always slow still notices who is gone."""
+        for instance_id, seen_s in self._seen_s.items():
+            self._seen_s[instance_id] = min(seen_s + lag_s, now_s)
+
     def note_reconnected(self, now_s: float) -> None:
         self._no_sweep_until_s = now_s + self._heartbeat_timeout_s
 

@@ -218,7 +218,7 @@ class ServiceHost:
             now_s = time.monotonic()
             self.loop_lag_s = now_s - begin_s - interval_s
             if self.loop_lag_s > STALL_FACTOR * interval_s:
-                self._registry.note_reconnected(now_s)  # others' heartbeats are still unread
+                self._registry.note_stall(self.loop_lag_s, now_s)
             if self._bus.is_connected:
                 self._registry.sweep(now_s)
 

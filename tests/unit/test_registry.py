@@ -120,6 +120,27 @@ def test_while_our_own_heartbeats_do_not_come_back_nobody_is_lost(told: list[str
     assert told == ["dead"], "who stays silent when the bus is back is lost one timeout later"
 
 
+def test_the_time_that_we_stood_still_is_nobodys_silence(registry: Registry, told: list[str]) -> None:
+    registry.on_event(beat("a"), 0.0)
+    registry.note_stall(8.0, 9.0)
+    registry.sweep(9.0)
+    assert told == []
+    registry.on_event(beat("b"), 9.0)
+    registry.note_stall(8.0, 10.0)
+    registry.sweep(10.0 + TIMEOUT_S)
+    assert told == [], "nobody was seen later than now"
+    registry.sweep(10.1 + TIMEOUT_S)
+    assert told == ["a", "b"]
+
+
+def test_a_process_that_always_stands_still_notices_the_dead_all_the_same(registry: Registry, told: list[str]) -> None:
+    registry.on_event(beat("a"), 0.0)
+    for turn in range(1, 20):
+        registry.note_stall(1.5, 2.0 * turn)
+        registry.sweep(2.0 * turn)
+    assert told == ["a"]
+
+
 def test_other_events_are_ignored(registry: Registry) -> None:
     registry.on_event(TokenBatch(InstanceId("a"), ()), 0.0)
     assert registry.all() == []
