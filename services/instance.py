@@ -82,6 +82,7 @@ class InstanceService:
             BadRequest: the checkpoint or the settings can't be served.
         """
         self._frame = context
+        self._tasks.has_ended = context.registry.has_ended
         self._integrity_failures = Counter(
             "triptych_kv_integrity_failures", "idle checks that found KV blocks unaccounted for", registry=context.metrics
         )

@@ -78,6 +78,10 @@ class Registry:
         """The last heartbeat of a known instance; inside a lost callback still that of the lost one."""
         return self._beats.get(instance_id)
 
+    def has_ended(self, instance_id: InstanceId) -> bool:
+        """Whether its end was told (Lost): it never comes back. Silence is no end."""
+        return instance_id in self._ended
+
     def all(self) -> list[Heartbeat]:
         return list(self._beats.values())
 

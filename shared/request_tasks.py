@@ -1,7 +1,8 @@
 """Which handler tasks run for which request, so that a release or a lost router can end them. Used by every stage.
 
 A release can overtake its request (the bus and HTTP uploads are separate ways in), so released ids stay refused for a
-bounded while. A router that does a request over after releasing it must therefore use a new request id.
+bounded while. A router that does a request over after releasing it must therefore use a new request id. In the same way a
+request can come after the end of its router, who would never release it: it is refused as well.
 Event loop only.
 """
 
@@ -42,6 +43,8 @@ class RequestTasks:
         max_remembered: released ids, and requests with their routers, that are kept; the oldest are forgotten (what a
             forgotten request still holds then ends with its lease).
         clock: seconds, monotonic; given in tests.
+
+    has_ended: whether a router is gone for good; set to that of the registry by the service when it starts.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class RequestTasks:
         self._released_at: OrderedDict[RequestId, float] = OrderedDict()
         self._router_of: OrderedDict[RequestId, InstanceId] = OrderedDict()
         self._num_running = 0
+        self.has_ended: Callable[[InstanceId], bool] = lambda router_id: False
 
     @property
     def num_running(self) -> int:
@@ -77,9 +81,11 @@ class RequestTasks:
         """Remember whose request this is, until `cancel`. track() does it by itself.
 
         Raises:
-            InstanceLost: code request_released.
+            InstanceLost: code request_released, also when its router has ended.
         """
         self.refuse_released(request_id)
+        if self.has_ended(router_id):
+            raise _released()
         self._router_of[request_id] = router_id
         self._router_of.move_to_end(request_id)
         if len(self._router_of) > self._max_remembered:

@@ -64,6 +64,7 @@ class PreprocessService:
     async def start(self, context: ServiceContext) -> None:
         settings = self._settings
         self._context = context
+        self._tasks.has_ended = context.registry.has_ended
         self._checkpoint = await asyncio.to_thread(open_checkpoint, settings.model, settings.model_name)
         options = DecodeOptions(self._checkpoint.image, self._checkpoint.revision, settings.max_image_pixels)
         self._pool = DecodePool(options, default_num_workers(settings.threads), settings.max_waiting)

@@ -80,6 +80,7 @@ def test_an_ended_instance_is_lost_once_and_its_late_heartbeats_ignored(registry
     registry.on_event(beat("a"), 0.3)
     assert told == ["a"]
     assert registry.all() == []
+    assert [registry.has_ended(InstanceId(name)) for name in ("a", "never-seen")] == [True, False]
     registry.on_event(lost("never-seen"), 0.4)
     assert told == ["a", "never-seen"]
 

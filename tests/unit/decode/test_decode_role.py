@@ -12,7 +12,7 @@ from support.fake_cluster import ROUTER, FakeCluster, FakeHost, error_of, text_r
 from support.fake_engine import FakeEngine, expected_tokens
 from triptych.services.decode import role as decode_role
 from triptych.services.decode.job import DecodeJob
-from triptych.shared.messages import InstanceId, KvRef, PrefillReply, PrefillRequest, ReleaseRequest, RequestId
+from triptych.shared.messages import InstanceId, KvRef, Lost, PrefillReply, PrefillRequest, ReleaseRequest, RequestId
 
 Started = tuple[FakeCluster, FakeHost, FakeHost]
 
@@ -297,6 +297,20 @@ async def test_a_lost_router_frees_its_requests_only() -> None:
         host.on_router_lost(other)
     await cluster.until_at_rest("p")
     assert (await cluster.finished("a")).token_ids == expected_tokens([1, 2, 3], 0, 100)[1:]
+    await cluster.stop()
+
+
+async def test_requests_that_come_after_the_end_of_their_router_are_refused() -> None:
+    """They were on their way when it died: nobody would ever release what they get."""
+    cluster, _, _ = await start()
+    dead = InstanceId("router-1-test")
+    before, after = text_request("a", [1, 2, 3], 100, router_id=dead), text_request("b", [4, 5], 100, router_id=dead)
+    reply = await cluster.prefill("p", before)
+    cluster.registry.on_event(Lost(dead, "router-1", -9, expected=False), 0.0)
+    for late in (cluster.prefill("p", after), cluster.decode("d", before, reply)):
+        assert (await error_of(late)).code == "request_released"
+    await cluster.release("a")  # as on_router_lost does
+    assert await cluster.generate("p", "d", text_request("c", [5])) == expected_tokens([5], 0, 8)
     await cluster.stop()
 
 
