@@ -25,6 +25,7 @@ setup: $(STAMP)  ## make .venv with everything in it (skipped when up to date)
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "$(PYTHON) is older than Python 3.11: give another one, as in make setup PYTHON=python3.12" >&2; exit 1; }
+	@echo "Installing torch $(TORCH) and the rest into $(VENV): minutes, and on Linux gigabytes (README, \"Which torch\")"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'torch==$(TORCH)'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'

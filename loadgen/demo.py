@@ -212,8 +212,8 @@ async def show(http: aiohttp.ClientSession, info: dict[str, Any], question: Ques
             raise DemoFailed(f"the right answer is: {question.right}")
         console.print("         [green]that is right[/]")
     console.print(path_table(outcome.trace))
-    times = f"first token after {1000 * outcome.ttft_s:.0f} ms, all {outcome.num_tokens} after {1000 * outcome.total_s:.0f} ms"
-    console.print(f"{times}, attempts: {outcome.trace['attempts']}", highlight=False)
+    times = f"first token after {1000 * outcome.ttft_s:.0f} ms, end after {1000 * outcome.total_s:.0f} ms"
+    console.print(f"{times}; tokens: {outcome.num_tokens}, attempts: {outcome.trace['attempts']}", highlight=False)
 
 
 async def run(console: Console) -> None:
@@ -239,10 +239,11 @@ async def run(console: Console) -> None:
         timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
         async with aiohttp.ClientSession(timeout=timeout) as http:
             for number, question in enumerate(questions, 1):
+                console.print()
                 console.rule(f"{number}. {question.title}", align="left")
                 await show(http, info, question, console)
-        console.rule(style="dim")
-    console.print("All three answered; the cluster is stopped. Start your own, to ask what you like:")
+    console.print()
+    console.print("All three answered; the cluster is stopped. Start your own, to ask what you like:", soft_wrap=True)
     console.print(f"  .venv/bin/triptych up --model {checkpoint}", markup=False, highlight=False, soft_wrap=True)
 
 

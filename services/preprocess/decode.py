@@ -117,7 +117,8 @@ def _check_size(width: int, height: int, options: DecodeOptions, param: str) -> 
     if width < 1 or height < 1:
         raise BadRequest(BROKEN_TEXT, code="invalid_image", param=param)
     if width * height > options.max_image_pixels:
-        raise BadRequest(TOO_LARGE_TEXT, code="image_too_large", param=param)
+        most = f"{width} x {height} is over {options.max_image_pixels / 1e6:g} million"
+        raise BadRequest(f"{TOO_LARGE_TEXT} ({most})", code="image_too_large", param=param)
     try:
         resized(height, width, options.image)
     except BadRequest as error:

@@ -25,7 +25,9 @@ _REDIRECTS = (301, 302, 303, 307, 308)
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 TIMEOUT_TEXT = "the image could not be downloaded in time"
-UNREACHABLE_TEXT = "the image could not be downloaded: its address is not reachable, or not allowed"
+UNREACHABLE_TEXT = (
+    "the image could not be downloaded: its address is not reachable, or not allowed; a data: URL needs no download"
+)
 REDIRECTS_TEXT = "the image could not be downloaded: too many redirects"
 BROKEN_TEXT = "the image could not be downloaded: the server's answer broke off"
 COMPRESSED_TEXT = "the image could not be downloaded: the server sent it in a content encoding"

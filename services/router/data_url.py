@@ -11,6 +11,10 @@ from triptych.services.router.api_types import ImageInput
 from triptych.shared.errors import BadRequest
 
 MAX_URL_CHARS = 8192  # chosen: browsers and servers stop near 8 KB
+NO_URL_TEXT = (
+    "an image must be an http(s) URL, or a data: URL that holds it (data:image/png;base64,...); "
+    "a path or bare base64 is neither"
+)
 _WHITESPACE = b" \t\r\n\x0b\x0c"
 _URL_SAFE = bytes.maketrans(b"-_", b"+/")
 
@@ -41,7 +45,7 @@ def read_source(image: ImageInput, max_media_bytes: int) -> ImageSource:
             )
         return ImageSource(image.param, content=content)
     if scheme not in ("http", "https"):
-        raise BadRequest("an image must be a data: URL or an http(s) URL", code="image_download_failed", param=image.param)
+        raise BadRequest(NO_URL_TEXT, code="image_download_failed", param=image.param)
     if len(image.url) > MAX_URL_CHARS:
         raise BadRequest(f"the image's URL has over {MAX_URL_CHARS} characters", code="invalid_image", param=image.param)
     return ImageSource(image.param, url=image.url.strip())
