@@ -86,7 +86,8 @@ def _groups(singles: list[int], num_ctx: list[int]) -> list[list[int]]:
 
 def _plan_group(begin: int, tables: list[list[int]], num_ctx: list[int], kv: KvCache) -> AttentionPart:
     num_blocks = -(-num_ctx[0] // kv.block_size)  # the longest comes first
-    padded = [(table + [0] * (num_blocks - len(table)))[:num_blocks] for table in tables]
+    # padded with a block of its own: a masked NaN still spreads, and must not come from another request
+    padded = [(table + table[-1:] * (num_blocks - len(table)))[:num_blocks] for table in tables]
     block_ids = torch.tensor(padded, device=kv.device).flatten()
     slot = torch.arange(num_blocks * kv.block_size, device=kv.device)
     masked_BS = slot[None, :] >= torch.tensor(num_ctx, device=kv.device)[:, None]

@@ -91,6 +91,20 @@ def test_sequences_of_very_different_lengths_attend_apart() -> None:
     assert [(part.begin, part.end) for part in plan.parts] == [(0, 2), (2, 4)]
 
 
+def test_padding_reads_no_block_of_another_request() -> None:
+    """Its KV may be broken: a masked NaN is still multiplied."""
+    kv = KvCache((1, 2, 8, 4, NUM_KV_HEADS, HEAD_SIZE), torch.float32, torch.device("cpu"))
+    kv.import_(torch.full((1, 2, 1, 4, NUM_KV_HEADS, HEAD_SIZE), float("nan")), [0])
+    short = Sequence(RequestId("short"), [0] * 3, 3, SamplingParams(max_tokens=1), block_table=[1], num_computed_tokens=2)
+    long = Sequence(RequestId("long"), [0] * 15, 15, SamplingParams(max_tokens=1), block_table=[2, 3, 4, 5])
+    long.num_computed_tokens = 14
+    plan = plan_batch([Chunk(short, 1), Chunk(long, 1)], kv)
+    assert len(plan.parts) == 1, "they attend together"
+    query, key = torch.randn(1, NUM_HEADS, 2, HEAD_SIZE), torch.randn(1, NUM_KV_HEADS, 2, HEAD_SIZE)
+    output, _ = paged_attention(Layer(0), query, key, key, None, scaling=SCALE, plan=plan)
+    assert bool(output.isfinite().all())
+
+
 def test_the_cache_takes_memory_only_where_it_is_written() -> None:
     process = psutil.Process()
     before = process.memory_info().rss
