@@ -44,6 +44,10 @@ class Dispatcher:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    def has_ended(self, instance_id: InstanceId) -> bool:
+        """Whether that instance is gone for good, and not only silent."""
+        return self._registry.has_ended(instance_id)
+
     def on_lost(self, instance_id: InstanceId) -> None:
         """Wake whoever waits for that instance."""
         for future in self._waiting.get(instance_id, ()):

@@ -11,8 +11,6 @@ from triptych.services.router.record import RequestRecord
 from triptych.services.router.token_streams import Tokens
 from triptych.shared.errors import InstanceLost, InternalError, Overloaded, TriptychError
 
-DEATH = "instance_lost"  # code of an InstanceLost when an instance died; others tell that it lives and lost what it held
-
 
 async def run_request(parts: Parts, job: Job, record: RequestRecord) -> AsyncGenerator[Tokens]:
     """The output in pieces, the last with finish_reason. Close the iterator (aclosing) to abort.
@@ -43,7 +41,7 @@ async def run_request(parts: Parts, job: Job, record: RequestRecord) -> AsyncGen
                 raise
             num_failed += error.code != STORE_FULL
             if num_failed >= parts.limits.max_attempts:
-                raise _given_up(error) from error
+                raise _given_up(parts, record) from error
             continue
         finally:
             parts.release(attempt)
@@ -52,9 +50,9 @@ async def run_request(parts: Parts, job: Job, record: RequestRecord) -> AsyncGen
         return
 
 
-def _given_up(error: InstanceLost) -> TriptychError:
-    """A request whose instances die may be what kills them: neither we nor the client try it again. Where only what was
-    held for it got lost (a lease ended, a store was full in between), later is better."""
-    if error.code == DEATH:
+def _given_up(parts: Parts, record: RequestRecord) -> TriptychError:
+    """A request on each of whose attempts an instance ended may be what kills them: neither we nor the client try it again.
+    Where instances were only silent, or lost what they held (a lease ended, a store was full in between), later is better."""
+    if all(any(map(parts.dispatcher.has_ended, attempt.touched)) for attempt in record.attempts):
         return InternalError("the request failed on every attempt")
     return Overloaded("what was held for the request got lost on every attempt; try again later")

@@ -426,12 +426,14 @@ async def test_a_prompt_that_waits_too_long_for_a_thread_is_no_fault_of_its_clie
     assert error_of(response)["code"] == "overloaded"
 
 
-async def test_what_got_lost_on_every_attempt_may_be_asked_for_again(world: World) -> None:
-    """No instance died: the request is not what kills them."""
+@pytest.mark.parametrize("code", ["tensor_gone", "instance_lost"])
+async def test_what_got_lost_on_every_attempt_may_be_asked_for_again(world: World, code: str) -> None:
+    """No instance ended: the request is not what kills them. One that was silent for a while is told of as lost, by the
+    stages too, each when it has missed enough heartbeats."""
     stages = world.add_all()
 
     async def miss(_request: Any) -> Any:
-        raise InstanceLost("a tensor is no longer held", code="tensor_gone")
+        raise InstanceLost("a tensor is no longer held", code=code)
 
     stages["prefill"].hooks[PrefillRequest] = miss
     response = await world.ask()
