@@ -5,6 +5,7 @@ An unknown TRIPTYCH_* variable fails with its name and what is allowed. Duration
 
 from __future__ import annotations
 
+import difflib
 import os
 from typing import Literal
 
@@ -83,7 +84,11 @@ def load_settings(**overrides: object) -> Settings:
     known = {PREFIX + name.upper() for name in Settings.model_fields}
     unknown = sorted(key for key in os.environ if key.startswith(PREFIX) and key not in known)
     if unknown:
-        raise BadRequest(f"unknown setting {', '.join(unknown)}; allowed: {', '.join(sorted(known))}", code="unknown_setting")
+        close = difflib.get_close_matches(unknown[0], known, n=1)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        raise BadRequest(
+            f"unknown setting {', '.join(unknown)}{hint}; allowed: {', '.join(sorted(known))}", code="unknown_setting"
+        )
     given = {key: value for key, value in overrides.items() if value is not None}
     try:
         return Settings(**given)  # type: ignore[arg-type]

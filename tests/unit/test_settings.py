@@ -18,7 +18,7 @@ def test_flags_win_over_the_environment_which_wins_over_defaults(monkeypatch: py
 
 def test_an_unknown_variable_is_named_with_what_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRIPTYCH_MAX_IMAGE", "3")
-    with pytest.raises(BadRequest, match=r"TRIPTYCH_MAX_IMAGE; allowed: .*TRIPTYCH_MAX_IMAGES"):
+    with pytest.raises(BadRequest, match=r"TRIPTYCH_MAX_IMAGE \(did you mean TRIPTYCH_MAX_IMAGES\?\); allowed: .*_MODEL_NAME"):
         load_settings()
 
 
