@@ -57,17 +57,19 @@ class MediaFetcher:
         # The bare transport: no cookies, no auth, no redirects of its own. No connection is kept: one that was made for a
         # name must not serve another name at the same address.
         limits = httpx.Limits(max_connections=MAX_CONNECTIONS, max_keepalive_connections=0)
+        self._slots = asyncio.Semaphore(MAX_CONNECTIONS)
         self._transport = httpx.AsyncHTTPTransport(verify=True, trust_env=False, limits=limits)
 
     async def fetch(self, url: str, buffer: MediaBuffer, param: str) -> None:
-        """Download into `buffer`.
+        """Download into `buffer`. Waiting behind other downloads takes nothing of this one's time: that is not the fault of
+        the client who named it. The caller bounds the whole.
 
         Raises:
             BadRequest: image_download_failed, whatever went wrong out there.
             Overloaded: the media store is full.
         """
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with self._slots, asyncio.timeout(self._timeout_s):
                 await self._follow(url, buffer)
         except (TimeoutError, httpx.TimeoutException):
             text = TIMEOUT_TEXT

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 from aiohttp import web
 
+from triptych.services.preprocess import fetch as fetch_module
 from triptych.services.preprocess.addresses import is_public
 from triptych.services.preprocess.fetch import (
     BROKEN_TEXT,
@@ -294,6 +295,29 @@ async def test_one_time_budget_for_everything(site: Site, fetch: Fetch, where: s
     finally:
         go_on.set()
     assert time.monotonic() - begun_at_s < 5
+
+
+async def test_waiting_behind_slow_downloads_is_no_fault_of_the_url(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch_module, "MAX_CONNECTIONS", 2)
+    go_on = asyncio.Event()
+
+    async def handler(request: web.BaseRequest) -> web.StreamResponse:
+        if request.path == "/slow":
+            await asyncio.wait_for(go_on.wait(), 30)
+        return web.Response(body=BODY)
+
+    site.handler = handler
+    store = MediaStore(10 * MAX_BYTES, MAX_BYTES, expiry_s=60)
+    fetcher = MediaFetcher(0.4, is_allowed=lambda address: address == "127.0.0.1")
+    with MediaBuffer(store) as first, MediaBuffer(store) as second, MediaBuffer(store) as third:
+        slow = [asyncio.create_task(fetcher.fetch(site.url(path="/slow"), buffer, PARAM)) for buffer in (first, second)]
+        await asyncio.sleep(0)
+        await fetcher.fetch(site.url(), third, PARAM)
+        assert bytes(third.data) == BODY
+        go_on.set()
+        ended = await asyncio.gather(*slow, return_exceptions=True)
+    assert [type(end) for end in ended] == [BadRequest, BadRequest]
+    await fetcher.close()
 
 
 async def test_slow_name_server_is_cut_off(site: Site, fetch: Fetch) -> None:
