@@ -9,6 +9,8 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.setup-torch-$(TORCH)
 SOURCE := services shared cache loadgen
 FAST   := tests/test_architecture.py tests/test_packaging.py tests/unit
+# They start whole clusters and bound their times: one after the other, with the machine to themselves.
+ALONE  := tests/cluster
 # One thread per process and no look at the model hub: tests start many processes at once.
 TEST_ENV := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
@@ -35,7 +37,8 @@ demo: setup  ## start a cluster, ask it about pictures, show each request's path
 	@$(BIN)/python -m triptych.loadgen.demo
 
 test: setup  ## all tests but the long, compose and gpu ones
-	$(PYTEST)
+	$(PYTEST) --numprocesses $(JOBS) --dist worksteal $(ALONE:%=--ignore=%)
+	$(PYTEST) $(ALONE)
 
 test-long: setup  ## the tests that take minutes
 	$(PYTEST) -m long --timeout 1800

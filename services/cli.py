@@ -19,10 +19,10 @@ from urllib.parse import urlsplit
 import typer
 
 from triptych.services.setting_flags import EXTRA_ARGUMENTS, flag_of, with_settings
+from triptych.shared.environment import process_environment
 from triptych.shared.errors import BadRequest
 from triptych.shared.messages import InstanceId, Role
 from triptych.shared.settings import PREFIX, Settings
-from triptych.shared.threads import thread_environment
 
 ROLES: tuple[Role, ...] = ("encoder", "prefill", "decode")
 STAGES = ("router", "preprocess", *ROLES, "scaler")
@@ -103,7 +103,7 @@ def serve(
     if stage != "scaler":
         _need_model(settings)
     name = _slot_name(settings, stages)
-    os.environ.update(thread_environment(settings, is_engine=stages[0] in ROLES))
+    os.environ.update(process_environment(settings, is_engine=stages[0] in ROLES))
     raise typer.Exit(_run_stage(settings, stages, name, InstanceId(instance_id) if instance_id else None))
 
 

@@ -12,6 +12,7 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")  # see shared/environment.py
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from triptych.services.launcher.child import ChildSpec
+from triptych.shared.environment import process_environment
 from triptych.shared.errors import BadRequest
 from triptych.shared.messages import InstanceId
 from triptych.shared.settings import PREFIX, Settings
-from triptych.shared.threads import thread_environment
 
 ENGINE_STAGES = ("encoder", "prefill", "decode")
 TORCH_FREE_STAGES = ("router", "scaler")  # they start in a second; the others are forked from the template
@@ -74,7 +74,7 @@ def child_env(settings: Settings, base: Mapping[str, str]) -> dict[str, str]:
 
 def template_env(settings: Settings, temp_dir: Path) -> dict[str, str]:
     """The environment of the process that stages are forked from. One thread: an engine sets its own number."""
-    own = {"TMPDIR": str(temp_dir), **thread_environment(settings, is_engine=False)}
+    own = {"TMPDIR": str(temp_dir), **process_environment(settings, is_engine=False)}
     return {**child_env(settings, os.environ), **own}
 
 

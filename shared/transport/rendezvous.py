@@ -22,7 +22,7 @@ from triptych.shared.messages import InstanceId, TransportAddress
 Backend = Literal["gloo", "nccl"]
 OWNER_RANK = 0
 PULLER_RANK = 1
-_STORE_TIMEOUT_S = 5.0  # chosen: our own store answers in microseconds
+_STORE_TIMEOUT_S = 15.0  # chosen: it answers in microseconds, but a dead name server may hold it up (shared/environment.py)
 _BACKLOG = 128
 _c10d: Any = dist  # torch's type stubs lack TCPStore, PrefixStore and the groups' options
 

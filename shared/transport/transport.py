@@ -79,7 +79,7 @@ class InstanceTransport:
 
     async def start(self) -> None:
         """Bind to bind_host, begin to sweep."""
-        rendezvous = self._rendezvous = Rendezvous(self._bind_host)
+        rendezvous = self._rendezvous = await asyncio.to_thread(Rendezvous, self._bind_host)  # it may ask a name server
         self.address = address_of(rendezvous, self._arena.path, self._arena.token)
         self._pullers = Pullers(self._instance_id, rendezvous, self._copies)
         self._owners = Owners(self._instance_id, rendezvous, self._control)
