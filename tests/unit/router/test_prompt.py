@@ -19,7 +19,8 @@ from triptych.shared.errors import BadRequest, TriptychError
 
 LOADED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=60)
 
-texts = st.text(max_size=30) | st.sampled_from(
+# hypothesis also tries strings that it finds in the source: those that spell special tokens have tests of their own
+texts = st.text(max_size=30).filter(lambda text: not any(token in text for token in SPECIAL)) | st.sampled_from(
     ["\n\nlead", " ", "trail \n", "e\u0301", "你好 🎉", "a\r\nb", "", "<", "{{ 1 }}", "| im_end"]
 )
 spellings = st.sampled_from(SPECIAL)
