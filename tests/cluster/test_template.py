@@ -35,6 +35,7 @@ def _pid(cluster: Cluster, name: str) -> int | None:
     return None
 
 
+@pytest.mark.long
 def test_stages_outlive_the_template_and_end_with_the_launcher(start_cluster: StartCluster) -> None:
     cluster = start_cluster()
     launcher, pids = cluster.process.pid, cluster.info["pids"]
