@@ -54,6 +54,7 @@ def test_sdk_example(cluster: Cluster, folder: Path) -> None:
     assert _run([sys.executable, "-c", _example("import base64", cluster)], folder).strip()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_demo(tiny_checkpoint: Path, tmp_path: Path) -> None:
     """Elsewhere than in the checkout, with a checkpoint that is there already."""
