@@ -51,7 +51,8 @@ async def test_the_request_visits_every_stage_in_its_own_process(cluster: Cluste
     assert all(stage["compute_ms"] > 0 for stage in answer.trace["stages"])
 
 
-@BOTH_SIZES
+@pytest.mark.long
+@pytest.mark.parametrize("count", [NUM_ALL])
 @pytest.mark.timeout(300)
 async def test_colocated_equals_transformers(start_cluster: Callable[..., Cluster], reference: Reference, count: int) -> None:
     """One process has the roles encoder, prefill and decode: equal to the reference, so equal to the disaggregated."""
