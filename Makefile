@@ -1,5 +1,5 @@
 # What people run; `make help` lists it. On the command line: PYTHON (to make .venv), VENV, TORCH (version to install),
-# JOBS (test processes of `make check`).
+# JOBS (test processes, but for the cluster tests).
 PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= 2.13.0
