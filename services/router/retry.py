@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
+import structlog
+
 from triptych.services.router.attempt import AttemptRun, Job, Parts
 from triptych.services.router.media_gate import STORE_FULL
 from triptych.services.router.record import RequestRecord
 from triptych.services.router.token_streams import Tokens
 from triptych.shared.errors import InstanceLost, InternalError, Overloaded, TriptychError
+
+_log = structlog.get_logger(__name__)
 
 
 async def run_request(parts: Parts, job: Job, record: RequestRecord) -> AsyncGenerator[Tokens]:
@@ -37,6 +41,7 @@ async def run_request(parts: Parts, job: Job, record: RequestRecord) -> AsyncGen
                     else:
                         held_back.append(piece)
         except InstanceLost as error:
+            _log.info("an attempt failed", request_id=attempt.request_id, code=error.code, instance_id=error.instance_id)
             if is_out:
                 raise
             num_failed += error.code != STORE_FULL

@@ -35,6 +35,7 @@ class Cluster:
         self.temp_dir = folder / "tmp"
         self.temp_dir.mkdir(parents=True)
         command = [str(Path(sys.executable).with_name("triptych")), "up", "--json", "--port", "0", "--model", str(model_dir)]
+        command += ["--log-dir", str(folder / "logs")]
         # short names: a unix socket or a path under TMPDIR has a bound
         environment = {**os.environ, "TMPDIR": str(self.temp_dir), "HF_HUB_OFFLINE": "1", **(env or {})}
         with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
