@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
 
 from triptych.shared.errors import BadRequest
+from triptych.shared.messages import PixelLimits
 
 MAX_SAFETENSORS_HEADER_BYTES = 100_000_000  # the format's own limit
 NUM_SAMPLED_BYTES = 4096  # chosen: one page per tensor, 3 MB for a model of 700 tensors
@@ -36,6 +37,14 @@ class ImageOptions:
     def key(self) -> bytes:
         """What of the options an image's identity depends on (for mm_hash)."""
         return repr(self).encode()
+
+    def within(self, limits: PixelLimits) -> ImageOptions:
+        """These options with a client's limits, clamped to the bounds that are here. The upper limit wins over the lower."""
+        least, most = (
+            bound if wanted is None else min(max(wanted, self.min_pixels), self.max_pixels)
+            for bound, wanted in ((self.min_pixels, limits.min_pixels), (self.max_pixels, limits.max_pixels))
+        )
+        return replace(self, min_pixels=min(least, most), max_pixels=most)
 
 
 @dataclass(frozen=True, slots=True)

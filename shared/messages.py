@@ -69,6 +69,16 @@ class ImageInfo(msgspec.Struct, frozen=True):
     num_tokens: int
 
 
+class PixelLimits(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How many pixels of a picture its client wants the model to see, at least and at most; None: the server's own bound."""
+
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+
+
+NO_LIMITS = PixelLimits()
+
+
 class PlacedImage(msgspec.Struct, frozen=True):
     """An image's place in the unified sequence: its num_tokens placeholders start at `offset`."""
 
@@ -131,6 +141,7 @@ class PreprocessRequest(Message, frozen=True):
     timeout_s: float
     url: str | None = None
     media_id: str | None = None
+    limits: PixelLimits = NO_LIMITS
 
 
 class PreprocessReply(Message, frozen=True):

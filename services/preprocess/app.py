@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -57,6 +58,7 @@ class PreprocessService:
         self._num_preprocessing = 0
         self._context: ServiceContext
         self._checkpoint: Checkpoint
+        self._options: DecodeOptions
         self._transport: InstanceTransport
         self._pool: DecodePool
         self._fetcher: MediaFetcher
@@ -66,8 +68,8 @@ class PreprocessService:
         self._context = context
         self._tasks.has_ended = context.registry.has_ended
         self._checkpoint = await asyncio.to_thread(open_checkpoint, settings.model, settings.model_name)
-        options = DecodeOptions(self._checkpoint.image, self._checkpoint.revision, settings.max_image_pixels)
-        self._pool = DecodePool(options, default_num_workers(settings.threads), settings.max_waiting)
+        self._options = DecodeOptions(self._checkpoint.image, self._checkpoint.revision, settings.max_image_pixels)
+        self._pool = DecodePool(self._options, default_num_workers(settings.threads), settings.max_waiting)
         self._fetcher = _fetcher(settings)
         self._transport = InstanceTransport(
             context.instance_id,
@@ -117,10 +119,11 @@ class PreprocessService:
                     self._transport.release_request(request.request_id)
 
     async def _run(self, request: PreprocessRequest) -> PreprocessReply:
+        options = replace(self._options, image=self._options.image.within(request.limits))
         begun_at_s = time.monotonic()
         with await self._bytes_of(request) as buffer:
             transfer_s = time.monotonic() - begun_at_s
-            timed = await self._pool.decode(buffer.data, request.param)
+            timed = await self._pool.decode(buffer.data, options, request.param)
         put_at_s = time.monotonic()
         ref = await self._transport.put(torch.from_numpy(timed.image.pixels), request.request_id, request.timeout_s)
         return PreprocessReply(timed.image.info, ref, self._time(timed, transfer_s, time.monotonic() - put_at_s))

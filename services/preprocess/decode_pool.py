@@ -35,7 +35,6 @@ class DecodePool:
         self.num_workers = max(1, min(num_workers, MAX_WORKERS))
         self.num_waiting = 0
         self.num_running = 0
-        self._options = options
         self._max_waiting = max_waiting
         self._slots = asyncio.Semaphore(self.num_workers)
         self._executor = ThreadPoolExecutor(self.num_workers, thread_name_prefix="decode")
@@ -43,7 +42,7 @@ class DecodePool:
         Image.MAX_IMAGE_PIXELS = options.max_image_pixels
         warnings.filterwarnings("ignore", module=r"PIL\.")  # a client's broken EXIF block is nothing for our log
 
-    async def decode(self, encoded: bytes | bytearray, param: str) -> TimedImage:
+    async def decode(self, encoded: bytes | bytearray, options: DecodeOptions, param: str) -> TimedImage:
         """decode_image in a worker. A cancelled caller leaves at once; its worker finishes the picture and drops it.
 
         Raises:
@@ -61,7 +60,7 @@ class DecodePool:
         self.num_running += 1
         begun_at_s = time.monotonic()
         # the slot belongs to the worker, not to the caller, who may be cancelled long before the worker ends
-        future = asyncio.get_running_loop().run_in_executor(self._executor, decode_image, encoded, self._options, param)
+        future = asyncio.get_running_loop().run_in_executor(self._executor, decode_image, encoded, options, param)
         future.add_done_callback(self._on_done)
         try:
             image = await asyncio.shield(future)

@@ -12,13 +12,17 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from triptych.shared.errors import BadRequest
+from triptych.shared.messages import NO_LIMITS, PixelLimits
 from triptych.shared.settings import Settings
 
 MAX_PARTS = 4096  # chosen: parts of one message; images and text have tighter bounds of their own
 MAX_NAME_CHARS = 512  # chosen: longer than any model's name
 MAX_OUTPUT_TOKENS = 1 << 31  # only to keep numbers sane: the context length is the real bound
+MAX_PIXELS = 1 << 31  # as above: the model's own bounds hold
+LOW_DETAIL_PIXELS = 512 * 512  # OpenAI's low detail is a picture of 512 x 512
 DEFAULT_TEMPERATURE = 1.0  # OpenAI's default
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
@@ -41,9 +45,10 @@ class TextPart(_Edge):
 
 
 class ImageUrl(_Edge):
-    """`detail` is accepted and has no effect: the model's own processor decides the size."""
+    """detail low: at most LOW_DETAIL_PIXELS. All others: as large as the model takes it."""
 
     url: str = Field(min_length=1)
+    detail: Literal["auto", "low", "high", "original"] = "auto"
 
 
 def _shape_of_url(value: Any) -> str:
@@ -59,6 +64,10 @@ class ImagePart(_Edge):
     @property
     def url(self) -> str:
         return self.image_url if isinstance(self.image_url, str) else self.image_url.url
+
+    @property
+    def is_low_detail(self) -> bool:
+        return isinstance(self.image_url, ImageUrl) and self.image_url.detail == "low"
 
 
 def _kind_of_part(value: Any) -> str:
@@ -87,6 +96,25 @@ class StreamOptions(_Edge):
     include_usage: bool = False
 
 
+class ProcessorKwargs(_Edge):
+    """vLLM's way to say how large the model is to see the pictures; clamped to the model's own bounds."""
+
+    min_pixels: int | None = Field(default=None, ge=1, le=MAX_PIXELS)
+    max_pixels: int | None = Field(default=None, ge=1, le=MAX_PIXELS)
+
+    @model_validator(mode="after")
+    def _check_order(self) -> ProcessorKwargs:
+        if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
+            raise PydanticCustomError("order", "min_pixels is larger than max_pixels")
+        return self
+
+    def limits(self, is_low_detail: bool) -> PixelLimits:
+        """Of a picture."""
+        wanted = [self.max_pixels] if self.max_pixels is not None else []
+        low = [LOW_DETAIL_PIXELS] if is_low_detail else []
+        return PixelLimits(self.min_pixels, min(wanted + low, default=None))
+
+
 class ChatCompletionRequest(_Edge):
     """model may be left out. max_completion_tokens wins over max_tokens. temperature 0 is greedy. ignore_eos keeps
     generating to max_tokens."""
@@ -101,6 +129,7 @@ class ChatCompletionRequest(_Edge):
     stream_options: StreamOptions = StreamOptions()
     ignore_eos: bool = False
     min_tokens: int = Field(0, ge=0, le=MAX_OUTPUT_TOKENS)
+    mm_processor_kwargs: ProcessorKwargs = ProcessorKwargs()
 
     @property
     def output_limit(self) -> int | None:
@@ -113,6 +142,7 @@ class ImageInput:
 
     url: str
     param: str
+    limits: PixelLimits = NO_LIMITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +208,8 @@ def _to_chat(request: ChatCompletionRequest, settings: Settings, max_text_chars:
         num_chars += sum(len(text) for text in parts if text is not None)
         for j, part in enumerate(message.content):
             if isinstance(part, ImagePart):
-                images.append(ImageInput(part.url, f"messages.[{i}].content.[{j}].image_url"))
+                limits = request.mm_processor_kwargs.limits(part.is_low_detail)
+                images.append(ImageInput(part.url, f"messages.[{i}].content.[{j}].image_url", limits))
     if len(images) > settings.max_images:
         raise BadRequest(
             f"{len(images)} images in one request; at most {settings.max_images} are allowed",
@@ -222,6 +253,10 @@ def _first_problem(error: ValidationError) -> BadRequest:
 
 def _is(*neutral: Any) -> Callable[[Any], bool]:
     return lambda value: any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in neutral)
+
+
+def _has_only(*names: str) -> Callable[[Any], bool]:
+    return lambda value: not isinstance(value, dict) or value.keys() <= set(names)
 
 
 def _is_text_format(value: Any) -> bool:
@@ -269,7 +304,8 @@ _UNSUPPORTED: dict[str, Callable[[Any], bool]] = {  # each with what makes it ha
     "chat_template": _NOTHING,
     "chat_template_kwargs": _NOTHING,
     "documents": _NOTHING,
-    "mm_processor_kwargs": _NOTHING,
+    "mm_processor_kwargs": _has_only("min_pixels", "max_pixels"),
+    "media_io_kwargs": _NOTHING,
     "truncate_prompt_tokens": _NOTHING,
 }
 

@@ -207,6 +207,7 @@ class AttemptRun:
             timeout_s=self._remaining_s(),
             url=source.url,
             media_id=media_id,
+            limits=source.limits,
         )
         return await self._ask_for_room(beat, request, PreprocessReply)
 

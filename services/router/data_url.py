@@ -9,6 +9,7 @@ from urllib.parse import unquote_to_bytes
 
 from triptych.services.router.api_types import ImageInput
 from triptych.shared.errors import BadRequest
+from triptych.shared.messages import NO_LIMITS, PixelLimits
 
 MAX_URL_CHARS = 8192  # chosen: browsers and servers stop near 8 KB
 NO_URL_TEXT = (
@@ -24,6 +25,7 @@ class ImageSource:
     """Exactly one of url and content is set."""
 
     param: str
+    limits: PixelLimits = NO_LIMITS
     url: str | None = None
     content: bytes | None = None
 
@@ -43,12 +45,12 @@ def read_source(image: ImageInput, max_media_bytes: int) -> ImageSource:
                 code="image_too_large",
                 param=image.param,
             )
-        return ImageSource(image.param, content=content)
+        return ImageSource(image.param, image.limits, content=content)
     if scheme not in ("http", "https"):
         raise BadRequest(NO_URL_TEXT, code="image_download_failed", param=image.param)
     if len(image.url) > MAX_URL_CHARS:
         raise BadRequest(f"the image's URL has over {MAX_URL_CHARS} characters", code="invalid_image", param=image.param)
-    return ImageSource(image.param, url=image.url.strip())
+    return ImageSource(image.param, image.limits, url=image.url.strip())
 
 
 def decode_data_url(url: str, param: str) -> bytes:

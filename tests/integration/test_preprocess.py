@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
@@ -34,6 +35,7 @@ from triptych.shared.messages import (
     Heartbeat,
     InstanceId,
     Lost,
+    PixelLimits,
     PreprocessReply,
     PreprocessRequest,
     ReleaseRequest,
@@ -72,16 +74,17 @@ class Preprocess:
         headers = {"X-Request-Id": request_id, "X-Router-Id": ROUTER}
         return await self.http.post(path, content=data, headers=headers)
 
-    async def ask(self, request_id: RequestId = R1, timeout_s: float = 20.0, **source: str) -> PreprocessReply:
-        request = PreprocessRequest(request_id, ROUTER, PARAM, timeout_s, **source)
+    async def ask(self, request_id: RequestId = R1, timeout_s: float = 20.0, **more: Any) -> PreprocessReply:
+        """more: url or media_id, and limits."""
+        request = PreprocessRequest(request_id, ROUTER, PARAM, timeout_s, **more)
         reply = await self.bus.request(self.context.instance_id, request, 30)
         assert isinstance(reply, PreprocessReply)
         return reply
 
-    async def upload_and_ask(self, data: bytes, request_id: RequestId = R1) -> PreprocessReply:
+    async def upload_and_ask(self, data: bytes, request_id: RequestId = R1, **more: Any) -> PreprocessReply:
         answer = await self.upload(data, request_id)
         assert answer.status_code == 200, answer.text
-        return await self.ask(request_id, media_id=answer.json()["media_id"])
+        return await self.ask(request_id, media_id=answer.json()["media_id"], **more)
 
     async def pull(self, ref: TensorRef) -> torch.Tensor:
         return await self.transport.pull(ref, self.service.report().transport, 10)
@@ -195,6 +198,19 @@ async def test_uploaded_picture_becomes_pixels_and_identity(start: Start, checkp
     assert (reply.time.stage, reply.time.instance_id) == ("preprocess", preprocess.context.instance_id)
     assert reply.time.compute_s > 0
     await preprocess.until_empty()
+
+
+async def test_pixel_limits_reach_pixels_tokens_and_identity(start: Start) -> None:
+    preprocess = await start()
+    picture = _png(size=(400, 300))
+    plain = await preprocess.upload_and_ask(picture)
+    small = await preprocess.upload_and_ask(picture, R2, limits=PixelLimits(max_pixels=112 * 84))
+    assert (small.image.width, small.image.height, small.image.num_tokens) == (112, 84, 12)
+    assert small.pixels.shape == (84, 112, 3)
+    assert small.image.num_tokens < plain.image.num_tokens
+    assert small.image.mm_hash != plain.image.mm_hash
+    beyond = await preprocess.upload_and_ask(picture, R2, limits=PixelLimits(1, 1 << 30))
+    assert beyond.image == plain.image
 
 
 async def test_url_is_downloaded(start: Start) -> None:

@@ -13,6 +13,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 from support.bare_checkpoint import PROCESSOR, write_bare_checkpoint, write_weights
 from triptych.shared.checkpoint import ImageOptions, grid_thw, num_image_tokens, open_checkpoint, resized
 from triptych.shared.errors import BadRequest
+from triptych.shared.messages import PixelLimits
 
 OPTIONS = ImageOptions(14, 2, 2, 56 * 56, 448 * 448, (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
 MANY = [
@@ -49,6 +50,23 @@ def test_sizes_are_those_of_transformers(options: ImageOptions) -> None:
             assert resized(height, width, options) == expected, (height, width)
             num_compared += 1
     assert num_compared > 2900
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        (PixelLimits(), (3136, 200_704)),
+        (PixelLimits(1, 10**12), (3136, 200_704)),
+        (PixelLimits(50_000, 60_000), (50_000, 60_000)),
+        (PixelLimits(None, 1), (3136, 3136)),
+        (PixelLimits(10**12), (200_704, 200_704)),
+        (PixelLimits(60_000, 50_000), (50_000, 50_000)),
+    ],
+)
+def test_limits_of_a_client_stay_within_those_of_the_model(limits: PixelLimits, expected: tuple[int, int]) -> None:
+    within = OPTIONS.within(limits)
+    assert (within.min_pixels, within.max_pixels) == expected
+    assert (within.key() == OPTIONS.key()) == (within == OPTIONS)
 
 
 def test_halves_round_to_even() -> None:

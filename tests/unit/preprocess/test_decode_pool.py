@@ -54,11 +54,11 @@ async def _until(condition: Callable[[], bool]) -> None:
 
 async def test_bounds(workers: Workers) -> None:
     pool = DecodePool(OPTIONS, num_workers=2, max_waiting=3)
-    tasks = [asyncio.create_task(pool.decode(b"", str(index))) for index in range(5)]
+    tasks = [asyncio.create_task(pool.decode(b"", OPTIONS, str(index))) for index in range(5)]
     await _until(lambda: workers.num_at_once == 2 and pool.num_waiting == 3)
     assert pool.num_running == 2
     with pytest.raises(Overloaded):
-        await pool.decode(b"", "one too many")
+        await pool.decode(b"", OPTIONS, "one too many")
     workers.go_on.set()
     ended = await asyncio.gather(*tasks, return_exceptions=True)
     assert [error.param for error in ended if isinstance(error, BadRequest)] == list("01234")
@@ -69,16 +69,16 @@ async def test_bounds(workers: Workers) -> None:
 
 async def test_cancelled_callers_leave_at_once_and_keep_the_bound(workers: Workers) -> None:
     pool = DecodePool(OPTIONS, num_workers=1, max_waiting=3)
-    running = asyncio.create_task(pool.decode(b"", "running"))
+    running = asyncio.create_task(pool.decode(b"", OPTIONS, "running"))
     await _until(lambda: workers.num_at_once == 1)
-    waiting = asyncio.create_task(pool.decode(b"", "waiting"))
+    waiting = asyncio.create_task(pool.decode(b"", OPTIONS, "waiting"))
     await _until(lambda: pool.num_waiting == 1)
     for task in (running, waiting):
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
     assert (pool.num_waiting, pool.num_running, workers.num_at_once) == (0, 1, 1)
-    after = asyncio.create_task(pool.decode(b"", "after"))
+    after = asyncio.create_task(pool.decode(b"", OPTIONS, "after"))
     await _until(lambda: pool.num_waiting == 1)
     workers.go_on.set()
     with pytest.raises(BadRequest):
@@ -92,7 +92,7 @@ async def test_lack_of_memory_is_overload(workers: Workers) -> None:
     pool = DecodePool(OPTIONS, num_workers=1, max_waiting=1)
     workers.go_on.set()
     with pytest.raises(Overloaded):
-        await pool.decode(b"memory", "big")
+        await pool.decode(b"memory", OPTIONS, "big")
     pool.close()
 
 
