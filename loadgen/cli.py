@@ -8,13 +8,9 @@ from typing import Annotated
 import typer
 
 from triptych.loadgen.checkpoint import KINDS, make_checkpoint
+from triptych.loadgen.contact_sheet import draw_sheet
 
 main = typer.Typer(no_args_is_help=True, add_completion=False, help="Checkpoints, questions and load for Triptych.")
-
-
-@main.callback()
-def root() -> None:
-    """Keeps `loadgen COMMAND` a group while there are few commands."""
 
 
 @main.command("make-checkpoint")
@@ -30,6 +26,20 @@ def make_checkpoint_command(
     if out.exists() and not (out / "config.json").is_file() and (out.is_file() or any(out.iterdir())):
         raise typer.BadParameter(f"{str(out)!r} exists and is no checkpoint: name a new or empty folder", param_hint="OUT")
     print(make_checkpoint(chosen, out, seed))
+
+
+@main.command("draw")
+def draw_command(
+    seed: Annotated[int, typer.Option(min=0, help="other seeds give other pictures and questions")] = 0,
+    count: Annotated[int, typer.Option(min=1, max=1000, help="number of questions")] = 24,
+    out: Annotated[Path, typer.Option(help="PNG file to write")] = Path("build/world.png"),
+) -> None:
+    """Draw a sheet of the world's pictures, each with a question and the right answer."""
+    if out.suffix.lower() != ".png" or out.is_dir():
+        raise typer.BadParameter(f"{str(out)!r} is no name of a PNG file", param_hint="--out")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    draw_sheet(count, seed).save(out)
+    print(out)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,11 @@ Generator. `generator` gives one for training or one for held-out questions; tho
 """
 
 from triptych.loadgen.world.colors import COLORS
-from triptych.loadgen.world.examples import Example, chance, corpus, generator, held_out_examples, make_example
+from triptych.loadgen.world.examples import Example, chance, corpus, held_out_examples, make_example
 from triptych.loadgen.world.picture import CELL_PX, Spot, pick_cells, pick_size, render
 from triptych.loadgen.world.questions import Question, ask_many, ask_one, pick_tasks
 from triptych.loadgen.world.scene import PLACES, SHAPES, Scene, Shape, make_scene, multi_scenes
+from triptych.loadgen.world.seeds import generator
 from triptych.loadgen.world.tasks import ADVERTISED, MANY_PICTURES, ONE_PICTURE, TASKS, TEXT, WORDINGS
 from triptych.loadgen.world.text import MEMORISED, ask_text
 

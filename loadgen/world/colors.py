@@ -5,17 +5,19 @@ from __future__ import annotations
 import numpy as np
 from PIL import ImageColor
 
+from triptych.loadgen.world.seeds import pick
+
 RGB = tuple[int, int, int]
 
 # Names are CSS's and Pillow's; the others come from plotting and office palettes. Zones that two people would name differently
 # (magenta, teal, olive, maroon, cyan) are left out, and so is firebrick: it is 20 steps from Pillow's "brown".
 _VALUES = {
     "red": ("red", "crimson", "#dc1e1e", "#d62728", "#e63946"),
-    "green": ("green", "lime", "forestgreen", "limegreen", "seagreen", "#1ea032", "#2ca02c"),
-    "blue": ("blue", "royalblue", "navy", "dodgerblue", "mediumblue", "#2846dc", "#1f77b4"),
+    "green": ("green", "lime", "forestgreen", "limegreen", "darkgreen", "seagreen", "#1ea032", "#2ca02c"),
+    "blue": ("blue", "royalblue", "navy", "dodgerblue", "mediumblue", "steelblue", "#2846dc", "#1f77b4"),
     "yellow": ("yellow", "gold", "#f0cd14", "#ffe135"),
     "orange": ("orange", "darkorange", "#ff7f0e", "#f28c28"),
-    "purple": ("purple", "darkviolet", "blueviolet", "indigo", "rebeccapurple", "#8c28aa"),
+    "purple": ("purple", "darkviolet", "blueviolet", "indigo", "darkorchid", "rebeccapurple", "#8c28aa"),
     "pink": ("pink", "hotpink", "lightpink", "deeppink"),
     "brown": ("brown", "saddlebrown", "sienna", "#7b4a2a"),
     "gray": ("gray", "dimgray", "darkgray", "#7f7f7f"),
@@ -24,9 +26,10 @@ _VALUES = {
 COLORS = tuple(_VALUES)
 _LIGHT = ("whitesmoke", "ivory", "beige", "linen", "lightyellow", "lavender", "aliceblue", "honeydew", "mistyrose", "lightgray")
 WHITE: RGB = (255, 255, 255)
-EXACT_SHARE = 0.5  # chosen: half of the shapes have the very value that a person would type
-JITTER = 10  # steps of 255, chosen: less than a third of the way to a value of another name
-WHITE_SHARE = 0.45  # chosen: what most people draw on
+NAMESAKE_SHARE = 0.5  # of the shapes have the first value, Pillow's own under the name; chosen: what people type first
+EXACT_SHARE = 0.5  # of the shapes have a value of the table and not one near it; chosen
+JITTER = 10  # steps of 255; chosen: less than half of the way to a value of another name
+WHITE_SHARE = 0.45  # of the backgrounds; chosen: what most people draw on
 MIN_CONTRAST = 60  # distance in RGB, chosen: Pillow's pink on white has 82
 
 
@@ -42,11 +45,8 @@ BACKGROUNDS: tuple[RGB, ...] = tuple(map(_rgb, _LIGHT))
 def pick_rgb(color: str, rng: np.random.Generator) -> RGB:
     """One of the values of the name, half of the time a little off."""
     values = VALUES[color]
-    # The first value is the one that Pillow has under the name: as frequent as all others together.
-    base = values[0] if rng.random() < 0.5 else values[int(rng.integers(len(values)))]
-    if rng.random() < EXACT_SHARE:
-        return base
-    return _near(base, JITTER, rng)
+    base = values[0] if rng.random() < NAMESAKE_SHARE else pick(values, rng)
+    return base if rng.random() < EXACT_SHARE else _near(base, JITTER, rng)
 
 
 def pick_background(shapes: list[RGB], rng: np.random.Generator) -> RGB:
@@ -54,7 +54,7 @@ def pick_background(shapes: list[RGB], rng: np.random.Generator) -> RGB:
     if rng.random() < WHITE_SHARE:
         return WHITE
     if rng.random() < 0.5:
-        background = BACKGROUNDS[int(rng.integers(len(BACKGROUNDS)))]
+        background = pick(BACKGROUNDS, rng)
     else:
         level = int(rng.integers(215, 256))
         background = _near((level, level, level), 8, rng)
@@ -67,5 +67,8 @@ def contrast(one: RGB, other: RGB) -> float:
 
 
 def _near(base: RGB, steps: int, rng: np.random.Generator) -> RGB:
-    red, green, blue = np.clip(np.add(base, rng.integers(-steps, steps + 1, 3)), 0, 255).tolist()
+    """Lighter or darker by up to so many steps, and a little off in hue: a gray stays gray."""
+    hue = max(steps // 3, 1)
+    moved = np.add(base, rng.integers(-steps, steps + 1) + rng.integers(-hue, hue + 1, 3))
+    red, green, blue = np.clip(moved, 0, 255).tolist()
     return red, green, blue

@@ -5,17 +5,16 @@ from __future__ import annotations
 import functools
 import string
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from triptych.loadgen.world.colors import COLORS
 from triptych.loadgen.world.scene import PLACES, SHAPES, Scene, Shape
+from triptych.loadgen.world.seeds import pick
 from triptych.loadgen.world.tasks import WORDINGS
 
 BRITISH_SHARE = 0.25  # of the questions say "colour" and "grey"; chosen
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +40,6 @@ def pick_tasks(weights: dict[str, float], count: int, rng: np.random.Generator) 
     """Tasks drawn by weight, with repetition."""
     shares = np.array(list(weights.values()))
     return [str(task) for task in rng.choice(list(weights), count, p=shares / shares.sum())]
-
-
-def pick(items: Sequence[Item], rng: np.random.Generator) -> Item:
-    return items[int(rng.integers(len(items)))]
 
 
 def say(task: str, answer: object, rng: np.random.Generator, **fields: object) -> Question:
@@ -137,15 +132,15 @@ def _list(scene: Scene, rng: np.random.Generator) -> Question | None:
 
 def _yesno(scene: Scene, rng: np.random.Generator) -> Question:
     """Half yes, half no; a no is mostly a near miss: a colour or a kind of shape that is in the picture, with another one."""
+    name = _name if rng.random() < 0.75 else _kind
     shape = pick(scene.shapes, rng)
-    if rng.random() < 0.5:
-        return say("yesno", "yes", rng, a_thing=with_article(shape.name))
-    names = {shape.name for shape in scene.shapes}
-    while True:
+    names = {name(shape) for shape in scene.shapes}
+    answer = pick(("yes", "no"), rng)
+    while answer == "no" and name(shape) in names:
         color = pick(COLORS, rng) if rng.random() < 0.55 else pick(scene.shapes, rng).color
         kind = pick(SHAPES, rng) if rng.random() < 0.55 else pick(scene.shapes, rng).kind
-        if f"{color} {kind}" not in names:
-            return say("yesno", "no", rng, a_thing=with_article(f"{color} {kind}"))
+        shape = replace(shape, color=color, kind=kind)
+    return say("yesno", answer, rng, a_thing=with_article(name(shape)))
 
 
 def _one_picture(scene: Scene, rng: np.random.Generator) -> Question:

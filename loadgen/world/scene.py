@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from triptych.loadgen.world.colors import COLORS
+from triptych.loadgen.world.seeds import pick
 
 SHAPES = ("circle", "square", "triangle", "cross")
 PLACES = ("top left", "top right", "center", "bottom left", "bottom right")
@@ -52,10 +54,16 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """The shapes of one picture, in reading order. ordered: nobody could read them in another order."""
+    """The shapes of one picture, in reading order: row by row from the top, each from the left."""
 
     shapes: tuple[Shape, ...]
-    ordered: bool
+
+    @property
+    def ordered(self) -> bool:
+        """Whether nobody could read them in another order: every two are clearly in one row or clearly in different ones."""
+        heights = sorted(shape.y for shape in self.shapes)
+        apart = (lower - upper for upper, lower in itertools.combinations(heights, 2))
+        return all(distance <= _SAME_ROW or distance >= _OTHER_ROW for distance in apart)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,27 +85,21 @@ def make_scene(rng: np.random.Generator, min_shapes: int = 1, max_shapes: int = 
     """A scene of min_shapes to max_shapes shapes (4 at most); no two overlap, in a picture of any aspect."""
     count = int(rng.integers(min_shapes, max_shapes + 1))
     boxes = _layout(count, rng)
-    names: list[str] = []
-    for _ in boxes:
-        repeat = names and rng.random() < _REPEAT_SHARE
-        names.append(str(rng.choice(names if repeat else list(colors))))
-    shapes = [
-        Shape(SHAPES[int(rng.integers(len(SHAPES)))], color, box.x, box.y, box.radius)
-        for box, color in zip(boxes, names, strict=True)
-    ]
-    return Scene(tuple(reading_order(shapes)), is_ordered(shapes))
+    shapes: list[Shape] = []
+    for box in boxes:
+        color = pick(shapes, rng).color if shapes and rng.random() < _REPEAT_SHARE else pick(colors, rng)
+        shapes.append(Shape(pick(SHAPES, rng), color, box.x, box.y, box.radius))
+    return Scene(tuple(_in_reading_order(shapes)))
 
 
 def multi_scenes(rng: np.random.Generator) -> list[Scene]:
     """Two or three scenes of one or two shapes; half of the time of few colours, so that pictures have something in common."""
-    colors: Sequence[str] = COLORS
-    if rng.random() < 0.5:
-        colors = [str(name) for name in rng.choice(COLORS, 3, replace=False)]
+    few = [pick(COLORS, rng) for _ in range(3)]
+    colors = few if rng.random() < 0.5 else COLORS
     return [make_scene(rng, 1, 2, colors) for _ in range(int(rng.integers(2, 4)))]
 
 
-def reading_order(shapes: Sequence[Shape]) -> list[Shape]:
-    """Row by row from the top, each from the left."""
+def _in_reading_order(shapes: Sequence[Shape]) -> list[Shape]:
     rows: list[list[Shape]] = []
     for shape in sorted(shapes, key=lambda shape: shape.y):
         if not rows or shape.y - rows[-1][0].y > _SAME_ROW:
@@ -106,19 +108,12 @@ def reading_order(shapes: Sequence[Shape]) -> list[Shape]:
     return [shape for row in rows for shape in sorted(row, key=lambda shape: shape.x)]
 
 
-def is_ordered(shapes: Sequence[Shape]) -> bool:
-    """Whether every two are clearly in one row or clearly in different rows."""
-    heights = sorted(shape.y for shape in shapes)
-    apart = [lower - upper for index, upper in enumerate(heights) for lower in heights[index + 1 :]]
-    return all(distance <= _SAME_ROW or distance >= _OTHER_ROW for distance in apart)
-
-
 def _layout(count: int, rng: np.random.Generator) -> list[_Box]:
     """Boxes that lie inside the picture and clear of each other; boxes clear in a square picture are so in all wider ones."""
     on_grid = rng.random() < GRID_SHARE
     while True:
         boxes = _grid_boxes(count, rng) if on_grid else _free_boxes(count, rng)
-        clear = all(box.clear_of(other) for index, box in enumerate(boxes) for other in boxes[index + 1 :])
+        clear = all(box.clear_of(other) for box, other in itertools.combinations(boxes, 2))
         if clear and all(box.inside for box in boxes):
             return boxes
 

@@ -9,7 +9,8 @@ import zlib
 
 import numpy as np
 
-from triptych.loadgen.world.questions import Question, pick, say
+from triptych.loadgen.world.questions import Question, say
+from triptych.loadgen.world.seeds import pick
 
 MEMORISED = ("day", "add")
 HELD_OUT_SHARE = 8  # one item in so many; chosen
