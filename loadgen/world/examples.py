@@ -18,7 +18,7 @@ from triptych.loadgen.world.seeds import generator
 from triptych.loadgen.world.tasks import ONE_PICTURE, TASKS, TEXT
 from triptych.loadgen.world.text import MEMORISED, ask_text
 
-_NUM_MEASURED = 2000  # questions behind a chance level: mostly within 0.02 of the truth
+_NUM_MEASURED = 1000  # questions behind a chance level: mostly within 0.03 of the truth
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,7 @@ def pick_cells(rng: np.random.Generator, medium: float = 0.2, large: float = 0.1
 
 def pick_size(rng: np.random.Generator, medium: float = 0.2, large: float = 0.12) -> tuple[int, int]:
     """Width and height in pixels, as pick_cells has them but for up to half a cell: the processor then resizes."""
-    around = np.multiply(pick_cells(rng, medium, large), CELL_PX) + rng.integers(-13, 14, 2)
+    around = np.multiply(pick_cells(rng, medium, large), CELL_PX) + rng.integers(-13, 15, 2)
     width, height = np.clip(around, MIN_PX, MAX_PX).tolist()
     return width, height
 

@@ -119,7 +119,7 @@ def _layout(count: int, rng: np.random.Generator) -> list[_Box]:
 
 
 def _grid_boxes(count: int, rng: np.random.Generator) -> list[_Box]:
-    if count == 1 and rng.random() < 0.3:
+    if count == 1 and rng.random() < 0.4:
         centers = [(0.5, 0.5)]
         radii = rng.uniform(0.13, 0.45, 1)
     else:
