@@ -53,8 +53,8 @@ async def open_host(frame: ServiceContext, engine: Engine, thread: EngineThread,
     await transport.start()
     frame.registry.on_lost(transport.forget_peer)
 
-    def peer_address(instance_id: InstanceId) -> TransportAddress | None:
-        heartbeat = frame.registry.get(instance_id)
+    async def peer_address(instance_id: InstanceId) -> TransportAddress | None:
+        heartbeat = await frame.registry.find(instance_id)
         return None if heartbeat is None else heartbeat.transport
 
     return HostContext(

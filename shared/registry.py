@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Callable
 
@@ -36,6 +37,7 @@ class Registry:
             if event.instance_id not in self._ended:
                 self._ended.append(event.instance_id)
                 self._forget(event.instance_id)
+                self._changed.set()
         elif isinstance(event, Heartbeat) and event.instance_id not in self._ended:
             self._beats[event.instance_id] = event
             self._seen_s[event.instance_id] = now_s
@@ -82,6 +84,19 @@ class Registry:
         """Whether its end was told (Lost): it never comes back. Silence is no end."""
         return instance_id in self._ended
 
+    async def find(self, instance_id: InstanceId) -> Heartbeat | None:
+        """`get`, for one that must be there because somebody named it: waits up to heartbeat_timeout_s for a heartbeat, since a
+        process that has just started has not heard everybody yet. None at once when it has ended."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._heartbeat_timeout_s):
+                while instance_id not in self._beats and instance_id not in self._ended:
+                    await self._next_change()
+        return self.get(instance_id)
+
+    async def _next_change(self) -> None:
+        self._changed.clear()  # every waiter looks again after each event, so sharing one is safe
+        await self._changed.wait()
+
     def all(self) -> list[Heartbeat]:
         return list(self._beats.values())
 
@@ -104,8 +119,7 @@ class Registry:
         try:
             async with asyncio.timeout(timeout_s):
                 while not (found := self.ready(service=service, role=role)):
-                    self._changed.clear()  # every waiter looks again after each heartbeat, so sharing one event is safe
-                    await self._changed.wait()
+                    await self._next_change()
         except TimeoutError:
             return []
         return found

@@ -31,7 +31,7 @@ LEASE_GRACE_S = 5.0  # chosen: a lease outlives its request's deadline by this, 
 @dataclass(frozen=True, slots=True)
 class HostContext:
     """What a role works with. max_model_len: longest prompt + output in tokens that model, KV pool and store allow.
-    peer_address: how to reach an instance's tensors, None when it is not known (any more)."""
+    peer_address: how to reach an instance's tensors, None when it is not known (any more); may wait for its first heartbeat."""
 
     settings: Settings
     instance_id: InstanceId
@@ -41,7 +41,7 @@ class HostContext:
     transport: Transport
     tasks: RequestTasks
     max_model_len: int
-    peer_address: Callable[[InstanceId], TransportAddress | None]
+    peer_address: Callable[[InstanceId], Awaitable[TransportAddress | None]]
     publish_event: Callable[[str, Event], Awaitable[None]]
 
     async def pull(self, ref: TensorRef) -> torch.Tensor:
@@ -52,7 +52,7 @@ class HostContext:
         """
         if ref.owner == self.instance_id:
             return self.transport.get(ref)
-        peer = self.peer_address(ref.owner)
+        peer = await self.peer_address(ref.owner)
         if peer is None:
             raise InstanceLost("an instance that holds a part of the request is gone", instance_id=ref.owner)
         try:

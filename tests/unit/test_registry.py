@@ -160,3 +160,27 @@ async def test_wait_ready_waits_for_the_first_one(registry: Registry) -> None:
 
 async def test_wait_ready_gives_up(registry: Registry) -> None:
     assert await registry.wait_ready(0.01) == []
+
+
+async def test_find_waits_for_an_instance_not_heard_of_yet(registry: Registry) -> None:
+    """As a process that has just started is told of a peer before it got that peer's heartbeat."""
+    waiting = asyncio.create_task(registry.find(InstanceId("a")))
+    await asyncio.sleep(0)
+    registry.on_event(beat("b"), 0.0)
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    registry.on_event(beat("a"), 0.0)
+    assert await waiting == beat("a")
+    assert await registry.find(InstanceId("a")) == beat("a")
+
+
+async def test_find_ends_when_the_instance_has_ended(registry: Registry) -> None:
+    waiting = asyncio.create_task(registry.find(InstanceId("a")))
+    await asyncio.sleep(0)
+    registry.on_event(lost("a"), 0.0)
+    assert await asyncio.wait_for(waiting, TIMEOUT_S / 2) is None
+    assert await registry.find(InstanceId("a")) is None
+
+
+async def test_find_gives_up() -> None:
+    assert await Registry(0.01).find(InstanceId("a")) is None
