@@ -56,6 +56,8 @@ class Settings(BaseSettings):
     max_images: int = Field(32, ge=1, description="images per request")
     max_media_bytes: int = Field(32 << 20, ge=1024, description="largest encoded image")
     max_image_pixels: int = Field(64_000_000, ge=1, description="largest decoded image, read from its header")
+    decode_workers: int = Field(0, ge=0, le=256, description="processes that decode images; 0: half of the cores, at most 8")
+    decode_memory_bytes: int = Field(2 << 30, ge=128 << 20, description="address space of one of them; 64 Mpx take 1.2 GB")
 
     # time
     request_timeout_s: float = Field(120.0, gt=0, description="deadline of a request")
@@ -64,6 +66,7 @@ class Settings(BaseSettings):
     heartbeat_timeout_s: float = Field(3.0, gt=0, description="an instance that is silent this long is lost")
     drain_timeout_s: float = Field(30.0, ge=0, description="how long SIGTERM waits for running work")
     fetch_timeout_s: float = Field(10.0, gt=0, description="whole budget of one media download")
+    decode_timeout_s: float = Field(15.0, gt=0, description="CPU time of decoding one image; the largest take 4 s")
     transfer_timeout_s: float = Field(15.0, gt=0, description="one tensor pull; Gloo's own default is 30 minutes")
 
     # policy

@@ -10,12 +10,11 @@ import asyncio
 import time
 from dataclasses import replace
 
-import numpy as np
 import torch
 from fastapi import FastAPI
 
 from triptych.services.preprocess.decode import DecodeOptions
-from triptych.services.preprocess.decode_pool import DecodePool, TimedImage, default_num_workers
+from triptych.services.preprocess.decode_pool import DecodePool, TimedImage
 from triptych.services.preprocess.fetch import MediaFetcher
 from triptych.services.preprocess.media import MediaBuffer, MediaStore
 from triptych.services.preprocess.uploads import Uploads
@@ -69,7 +68,7 @@ class PreprocessService:
         self._tasks.has_ended = context.registry.has_ended
         self._checkpoint = await asyncio.to_thread(open_checkpoint, settings.model, settings.model_name)
         self._options = DecodeOptions(self._checkpoint.image, self._checkpoint.revision, settings.max_image_pixels)
-        self._pool = DecodePool(self._options, default_num_workers(settings.threads), settings.max_waiting)
+        self._pool = DecodePool(settings)
         self._fetcher = _fetcher(settings)
         self._transport = InstanceTransport(
             context.instance_id,
@@ -123,10 +122,15 @@ class PreprocessService:
         begun_at_s = time.monotonic()
         with await self._bytes_of(request) as buffer:
             transfer_s = time.monotonic() - begun_at_s
-            timed = await self._pool.decode(buffer.data, options, request.param)
-        put_at_s = time.monotonic()
-        ref = await self._transport.put(torch.from_numpy(timed.image.pixels), request.request_id, request.timeout_s)
-        return PreprocessReply(timed.image.info, ref, self._time(timed, transfer_s, time.monotonic() - put_at_s))
+            async with self._pool.decoded(buffer.data, options, request.param) as timed:
+                return await self._lease(timed, request, transfer_s)
+
+    async def _lease(self, timed: TimedImage, request: PreprocessRequest, transfer_s: float) -> PreprocessReply:
+        begun_at_s = time.monotonic()
+        info = timed.image.info
+        pixels = torch.frombuffer(timed.image.pixels, dtype=torch.uint8).view(info.height, info.width, 3)
+        ref = await self._transport.put(pixels, request.request_id, request.timeout_s)
+        return PreprocessReply(info, ref, self._time(timed, transfer_s, time.monotonic() - begun_at_s))
 
     def _time(self, timed: TimedImage, transfer_s: float, put_s: float) -> StageTime:
         return StageTime(self.service, self._context.instance_id, timed.queued_s, transfer_s, timed.compute_s + put_s)
@@ -146,7 +150,7 @@ class PreprocessService:
         return buffer
 
     async def _lease_blob(self, blob: bytearray, request_id: RequestId) -> TensorRef:
-        tensor = torch.from_numpy(np.frombuffer(blob, dtype=np.uint8))
+        tensor = torch.frombuffer(blob, dtype=torch.uint8)
         return await self._transport.put(tensor, request_id, self._settings.request_timeout_s)
 
     def _refuse_new(self) -> None:
@@ -196,7 +200,7 @@ class PreprocessService:
         return self._tasks.num_running == 0 and self._store.num_uploads == 0 and num_leases == 0
 
     async def stop(self) -> None:
-        self._pool.close()
+        await asyncio.to_thread(self._pool.close)
         await self._fetcher.close()
         await self._transport.close()
 

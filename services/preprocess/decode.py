@@ -1,7 +1,7 @@
 """Encoded picture -> canonical RGB -> identity and resized pixels. One function for every way in; no I/O, no loop.
 
 Canonical: first frame, EXIF orientation applied, alpha on white, 8 bits per channel. Pillow's own error texts never leave
-this module: they can hold addresses. Called by decode_pool.py in its workers.
+this module: they can hold addresses. Called by decode_worker.py, whose memory is why this is numpy-free.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
-import numpy as np
-import numpy.typing as npt
-from PIL import ExifTags, Image, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageFile, UnidentifiedImageError
 
-from triptych.cache.keys import mm_hash
+from triptych.cache.keys import NUM_CHANNELS, mm_hash
 from triptych.services.preprocess.jpeg_scans import has_too_many_scans
 from triptych.shared.checkpoint import ImageOptions, grid_thw, num_image_tokens, resized
 from triptych.shared.errors import BadRequest
 from triptych.shared.messages import ImageInfo
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")  # no JPEG2000, TIFF, PSD, EPS, ...: each parser is attack surface
-HASH_PART_BYTES = 1 << 20  # chosen: hash strips of about 1 MB, so that a 64 Mpx picture is not copied whole
+STRIP_BYTES = 4 << 20  # chosen: pictures are converted and hashed in strips, so that one of 64 Mpx is not copied whole
+PNG_BIT_DEPTH_AT = 24  # signature, chunk head, width and height come before it (PNG specification, 11.2.2)
 EMPTY_TEXT = "the image is empty"
 UNKNOWN_TEXT = "the image has no known format: send a JPEG, PNG, WebP, GIF or BMP file"
 TOO_LARGE_TEXT = "the image has too many pixels: send a smaller one"
@@ -49,16 +49,8 @@ class DecodeOptions:
     tenant_salt: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class DecodedImage:
-    """pixels: uint8 [height, width, 3] after the model's resize, contiguous and writable."""
-
-    info: ImageInfo
-    pixels: npt.NDArray[np.uint8]
-
-
-def decode_image(encoded: bytes | bytearray, options: DecodeOptions, param: str) -> DecodedImage:
-    """Decode, identify and resize one picture as the model's own image processor would.
+def decode_image(encoded: bytes, options: DecodeOptions, param: str) -> tuple[ImageInfo, Image.Image]:
+    """Decode, identify and resize one picture as the model's own image processor would; it comes back in mode RGB.
 
     Raises:
         BadRequest: invalid_image (not decodable, or too thin) or image_too_large; `param` names the item.
@@ -67,32 +59,39 @@ def decode_image(encoded: bytes | bytearray, options: DecodeOptions, param: str)
     height, width = resized(canonical.height, canonical.width, options.image)
     grid = grid_thw(height, width, options.image)
     digest = mm_hash(
-        _strips(canonical),
+        strips(canonical),
         (canonical.height, canonical.width),
         model_revision=options.model_revision,
         options_key=options.image.key(),
         tenant_salt=options.tenant_salt,
     )
     info = ImageInfo(digest, height, width, grid, num_image_tokens(grid, options.image))
-    return DecodedImage(info, np.array(canonical.resize((width, height), Image.Resampling.BICUBIC)))
+    return info, canonical.resize((width, height), Image.Resampling.BICUBIC)
 
 
-def canonical_rgb(encoded: bytes | bytearray, options: DecodeOptions, param: str) -> Image.Image:
+def strips(image: Image.Image) -> Iterator[bytes]:
+    """The bytes of a picture in mode RGB, some rows at a time."""
+    for box in _strip_boxes(image):
+        yield image.crop(box).tobytes()
+
+
+def canonical_rgb(encoded: bytes, options: DecodeOptions, param: str) -> Image.Image:
     """The picture as a viewer shows it on white, mode RGB. Size and ratio are checked before the pixels are decoded."""
     if not encoded:
         raise BadRequest(EMPTY_TEXT, code="invalid_image", param=param)
     with _open(encoded, param) as image:
         _check_size(image.width, image.height, options, param)
         try:
+            frame = image.tile[0].extents if image.format == "GIF" and image.tile else None
             image.load()
-            return _to_rgb(_upright(image))
+            return _upright(_framed(_to_rgb(image, encoded), frame), image)
         except MemoryError:
             raise
         except Exception as error:  # parsers raise whatever a broken file makes them; each is the file's fault
             raise BadRequest(BROKEN_TEXT, code="invalid_image", param=param) from error
 
 
-def _open(encoded: bytes | bytearray, param: str) -> Image.Image:
+def _open(encoded: bytes, param: str) -> ImageFile.ImageFile:
     try:
         image = Image.open(io.BytesIO(encoded), formats=FORMATS)
     except UnidentifiedImageError:
@@ -125,37 +124,66 @@ def _check_size(width: int, height: int, options: DecodeOptions, param: str) -> 
         raise BadRequest(error.message, code=error.code, param=param) from None
 
 
-def _upright(image: Image.Image) -> Image.Image:
-    """EXIF orientation applied. Not ImageOps.exif_transpose: that also rewrites the EXIF block, and fails on odd ones."""
+def _to_rgb(image: Image.Image, encoded: bytes) -> Image.Image:
+    if image.format == "PNG":
+        _scale_transparency(image, bit_depth=encoded[PNG_BIT_DEPTH_AT])
+    if image.mode == "RGB" and "transparency" not in image.info:
+        return image
+    rgb = Image.new("RGB", image.size)
+    for box in _strip_boxes(image):
+        rgb.paste(_strip_to_rgb(image.crop(box)), box[:2])
+    return rgb
+
+
+def _scale_transparency(image: Image.Image, bit_depth: int) -> None:
+    """A PNG's transparent grey or colour is told in the file's own depth, and Pillow leaves it so beside scaled pixels."""
+    key = image.info.get("transparency")
+    if image.mode == "L" and isinstance(key, int):
+        image.info["transparency"] = key * 0xFF // ((1 << bit_depth) - 1)
+    elif image.mode == "RGB" and bit_depth == 16 and isinstance(key, tuple):
+        image.info["transparency"] = tuple(value >> 8 for value in key)
+
+
+def _strip_to_rgb(strip: Image.Image) -> Image.Image:
+    if strip.mode.startswith("I"):
+        return _grey16_to_rgb(strip)
+    if strip.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in strip.info:
+        rgba = strip.convert("RGBA")
+        white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
+        return Image.alpha_composite(white, rgba).convert("RGB")
+    return strip.convert("RGB")
+
+
+def _grey16_to_rgb(strip: Image.Image) -> Image.Image:
+    """The high byte. Pillow's own conversion clips at 255: all but the darkest 1/256 of a 16-bit picture turns white."""
+    return strip.convert("I").point(_high_bytes(strip.info.get("transparency")), "L").convert("RGB")
+
+
+@lru_cache(maxsize=1)  # for the strips of one picture
+def _high_bytes(transparent: object) -> list[int]:
+    return [0xFF if value == transparent else value >> 8 for value in range(1 << 16)]
+
+
+def _framed(image: Image.Image, frame: tuple[int, int, int, int] | None) -> Image.Image:
+    """A GIF's first frame may cover only a part of its screen; the rest shows what is behind the picture."""
+    if frame in (None, (0, 0, *image.size)):
+        return image
+    framed = Image.new("RGB", image.size, "white")
+    framed.paste(image.crop(frame), frame)
+    return framed
+
+
+def _upright(rgb: Image.Image, image: Image.Image) -> Image.Image:
+    """The image's EXIF orientation applied. Not ImageOps.exif_transpose: it rewrites the EXIF block, and fails on odd ones."""
     try:
         orientation = image.getexif().get(ExifTags.Base.Orientation)
     except Exception:  # a broken EXIF block does not keep viewers from showing the picture
-        return image
+        return rgb
     method = _TRANSPOSE.get(orientation) if isinstance(orientation, int) else None
-    return image if method is None else image.transpose(method)
+    return rgb if method is None else rgb.transpose(method)
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I"):
-        return _grey16_to_rgb(image)
-    if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
-        rgba = image.convert("RGBA")
-        white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
-        return Image.alpha_composite(white, rgba).convert("RGB")
-    return image if image.mode == "RGB" else image.convert("RGB")
-
-
-def _grey16_to_rgb(image: Image.Image) -> Image.Image:
-    """The high byte. Pillow's own conversion clips at 255: all but the darkest 1/256 of a 16-bit picture turns white."""
-    values = np.asarray(image).astype(np.int64)
-    grey = (values.clip(0, 0xFFFF) >> 8).astype(np.uint8)
-    transparent = image.info.get("transparency")
-    if isinstance(transparent, int):
-        grey[values == transparent] = 255
-    return Image.fromarray(grey).convert("RGB")
-
-
-def _strips(image: Image.Image) -> Iterator[bytes]:
-    num_rows = max(1, HASH_PART_BYTES // (image.width * 3))
+def _strip_boxes(image: Image.Image) -> Iterator[tuple[int, int, int, int]]:
+    num_rows = max(1, STRIP_BYTES // (image.width * NUM_CHANNELS))
     for top in range(0, image.height, num_rows):
-        yield image.crop((0, top, image.width, min(image.height, top + num_rows))).tobytes()
+        yield 0, top, image.width, min(image.height, top + num_rows)

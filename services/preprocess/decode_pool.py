@@ -1,22 +1,25 @@
-"""Runs decode_image in a bounded pool of workers, off the event loop. Threads: Pillow and blake3 release the interpreter
-lock. A pool of processes can take their place: arguments and results are plain bytes and frozen data.
+"""A bounded pool of worker processes that decode pictures, for the event loop: waiting is bounded, and so are decoded pictures
+that nobody has stored yet. Each process is driven by one thread, which only waits (decode_process.py).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
-import warnings
+from collections import deque
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from PIL import Image
-
-from triptych.services.preprocess.decode import DecodedImage, DecodeOptions, decode_image
+from triptych.services.preprocess.decode import DecodeOptions
+from triptych.services.preprocess.decode_process import DecodedImage, DecodeProcess
 from triptych.shared.errors import Overloaded
+from triptych.shared.settings import Settings
 
-MAX_WORKERS = 8  # chosen: 64 Mpx take about 0.5 GB each while they are decoded
+MAX_DEFAULT_WORKERS = 8  # chosen: a picture of 64 Mpx takes about 1 GB while it is decoded
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,25 +32,33 @@ class TimedImage:
 
 
 class DecodePool:
-    """At most num_workers pictures are decoded at a time, at most max_waiting wait for that; more are refused."""
+    """At most decode_workers pictures are decoded at a time, at most max_waiting wait for that; more are refused."""
 
-    def __init__(self, options: DecodeOptions, num_workers: int, max_waiting: int) -> None:
-        self.num_workers = max(1, min(num_workers, MAX_WORKERS))
+    def __init__(self, settings: Settings) -> None:
+        self.num_workers = settings.decode_workers or default_num_workers()
         self.num_waiting = 0
         self.num_running = 0
-        self._max_waiting = max_waiting
+        self._max_waiting = settings.max_waiting
         self._slots = asyncio.Semaphore(self.num_workers)
         self._executor = ThreadPoolExecutor(self.num_workers, thread_name_prefix="decode")
-        # Pillow itself refuses what is over twice this, where opening costs memory already; our own check comes after it
-        Image.MAX_IMAGE_PIXELS = options.max_image_pixels
-        warnings.filterwarnings("ignore", module=r"PIL\.")  # a client's broken EXIF block is nothing for our log
+        limits = settings.decode_timeout_s, settings.decode_memory_bytes
+        self._processes = [DecodeProcess(*limits) for _ in range(self.num_workers)]
+        self._idle: deque[DecodeProcess] = deque()  # the last one to come is the first to go: its memory is warm
+        for process in self._processes:
+            self._executor.submit(self._warm_up, process)
 
-    async def decode(self, encoded: bytes | bytearray, options: DecodeOptions, param: str) -> TimedImage:
-        """decode_image in a worker. A cancelled caller leaves at once; its worker finishes the picture and drops it.
+    @property
+    def pids(self) -> list[int]:
+        """Of the workers that run."""
+        return [process.pid for process in self._processes if process.pid is not None]
+
+    @asynccontextmanager
+    async def decoded(self, encoded: bytes | bytearray, options: DecodeOptions, param: str) -> AsyncIterator[TimedImage]:
+        """The picture, in its place in the pool until the block ends. A cancelled caller leaves at once; its worker finishes.
 
         Raises:
-            BadRequest: see decode_image.
-            Overloaded: too many wait, or there is no memory for the picture.
+            BadRequest, InternalError: see DecodeProcess.decode.
+            Overloaded: too many wait, or as there.
         """
         if self.num_waiting >= self._max_waiting:
             raise Overloaded("too many images wait to be decoded: try again later")
@@ -59,26 +70,40 @@ class DecodePool:
             self.num_waiting -= 1
         self.num_running += 1
         begun_at_s = time.monotonic()
-        # the slot belongs to the worker, not to the caller, who may be cancelled long before the worker ends
-        future = asyncio.get_running_loop().run_in_executor(self._executor, decode_image, encoded, options, param)
-        future.add_done_callback(self._on_done)
+        future = asyncio.get_running_loop().run_in_executor(self._executor, self._run, encoded, options, param)
         try:
             image = await asyncio.shield(future)
-        except MemoryError:
-            raise Overloaded("there is no memory for the image now: try again later") from None
-        return TimedImage(image, begun_at_s - asked_at_s, time.monotonic() - begun_at_s)
+            yield TimedImage(image, begun_at_s - asked_at_s, time.monotonic() - begun_at_s)
+        finally:
+            future.add_done_callback(self._leave)  # the place is the worker's too
 
-    def _on_done(self, future: asyncio.Future[DecodedImage]) -> None:
+    def _leave(self, future: asyncio.Future[DecodedImage]) -> None:
         self.num_running -= 1
         self._slots.release()
         if not future.cancelled():
             future.exception()  # seen: a cancelled caller no longer looks
 
+    def _run(self, encoded: bytes | bytearray, options: DecodeOptions, param: str) -> DecodedImage:
+        """In a thread, of which there are as many as processes: one is idle."""
+        process = self._idle.pop()
+        try:
+            return process.decode(encoded, options, param)
+        finally:
+            self._idle.append(process)
+
+    def _warm_up(self, process: DecodeProcess) -> None:
+        with contextlib.suppress(Overloaded):  # the first picture tries again
+            process.start()
+        self._idle.append(process)
+
     def close(self) -> None:
-        """Without waiting for pictures being decoded."""
+        """Ends all workers. Blocks for as long as a process takes to die."""
         self._executor.shutdown(wait=False, cancel_futures=True)
+        for process in self._processes:
+            process.close()
 
 
-def default_num_workers(num_threads: int) -> int:
-    """num_threads when it is set, else half of this machine's cores: the engines need the rest."""
-    return num_threads or max(1, (os.cpu_count() or 1) // 2)
+def default_num_workers() -> int:
+    """Half of the cores: the engines need the rest."""
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(max(1, num_cores // 2), MAX_DEFAULT_WORKERS)

@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
-from pydantic_core import PydanticCustomError
 
 from triptych.shared.errors import BadRequest
 from triptych.shared.messages import NO_LIMITS, PixelLimits
@@ -102,14 +101,10 @@ class ProcessorKwargs(_Edge):
     min_pixels: int | None = Field(default=None, ge=1, le=MAX_PIXELS)
     max_pixels: int | None = Field(default=None, ge=1, le=MAX_PIXELS)
 
-    @model_validator(mode="after")
-    def _check_order(self) -> ProcessorKwargs:
-        if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
-            raise PydanticCustomError("order", "min_pixels is larger than max_pixels")
-        return self
-
     def limits(self, is_low_detail: bool) -> PixelLimits:
-        """Of a picture."""
+        """Of a picture. Raises BadRequest when they contradict each other."""
+        if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
+            raise BadRequest("min_pixels is larger than max_pixels", param="mm_processor_kwargs")
         wanted = [self.max_pixels] if self.max_pixels is not None else []
         low = [LOW_DETAIL_PIXELS] if is_low_detail else []
         return PixelLimits(self.min_pixels, min(wanted + low, default=None))
