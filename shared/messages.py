@@ -11,6 +11,7 @@ from typing import Literal, NewType
 import msgspec
 
 from triptych.shared.errors import InternalError, TriptychError, WireError
+from triptych.shared.sampling_params import SamplingParams, TokenLogprobs
 
 InstanceId = NewType("InstanceId", str)
 """One life of one process, such as `encoder-0-5f3a2c1b`: slot name and incarnation. A restarted process has a new one."""
@@ -96,17 +97,6 @@ class PromptTokens(msgspec.Struct, frozen=True):
     leased: TensorRef | None = None
 
 
-class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """temperature 0 is greedy. max_tokens counts output tokens, the first included; stop_token_ids end the output and are
-    not part of it, unless ignore_eos."""
-
-    max_tokens: int
-    temperature: float = 0.0
-    seed: int | None = None
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-
-
 class KvRef(msgspec.Struct, frozen=True):
     """A request's KV blocks, leased by the prefill instance. `tensor` has shape [num_layers, 2, num_blocks, block_size,
     num_kv_heads, head_dim]; the first num_computed_tokens slots are valid. `layout` must equal the puller's own.
@@ -179,17 +169,20 @@ class PrefillRequest(Message, frozen=True):
 
 
 class PrefillReply(Message, frozen=True):
-    """first_token is the first output token. finish_reason is set when it is also the last: then kv is None (and when it
-    is "stop", first_token is the stop token itself, not to be shown)."""
+    """finish_reason is set when first_token is also the last: then kv is None (and when it is "stop", first_token is the stop
+    token itself, not to be shown). num_cached_tokens: those of the prompt whose KV was there already."""
 
     first_token: int
     time: StageTime
     finish_reason: FinishReason | None = None
     kv: KvRef | None = None
+    logprobs: TokenLogprobs | None = None
+    num_cached_tokens: int = 0
 
 
 class DecodeRequest(Message, frozen=True):
-    """Continue after first_token. Token chunks go to stream_subject(router_id), first one with seq 1."""
+    """Continue after first_token. Token chunks go to stream_subject(router_id), first one with seq 1. prompt_token_set: only
+    with a repetition penalty, the prompt's token ids as bits, that of token t is 1 << (t % 8) in byte t // 8."""
 
     request_id: RequestId
     router_id: InstanceId
@@ -198,6 +191,7 @@ class DecodeRequest(Message, frozen=True):
     num_prompt_tokens: int
     sampling: SamplingParams
     timeout_s: float
+    prompt_token_set: bytes = b""
 
 
 class Accepted(Message, frozen=True):
@@ -247,13 +241,12 @@ class PullDone(Message, frozen=True):
 
 
 class PairRequest(Message, frozen=True):
-    """Ask a tensor owner to join the 2-rank process group named by (owner, puller, epoch), over the owner's TCPStore.
-    channel is "gloo", or "nccl" for device memory."""
+    """Ask a tensor owner to join the 2-rank process group named by (owner, puller, epoch), over the owner's TCPStore."""
 
     puller: InstanceId
     epoch: int
     timeout_s: float
-    channel: Literal["gloo", "nccl"] = "gloo"
+    channel: Literal["gloo", "nccl"] = "gloo"  # nccl: device memory
 
 
 class StatusRequest(Message, frozen=True):
@@ -276,12 +269,13 @@ class ErrorReply(Message, frozen=True):
 
 
 class TokenChunk(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Output tokens [seq, seq + len(token_ids)) of a request. The chunk with finish_reason or error is the last one and
-    carries time; an empty chunk is a sign of life."""
+    """Output tokens [seq, seq + len(token_ids)) of a request, with as many logprobs when they were asked for. The chunk with
+    finish_reason or error is the last one and carries time; an empty chunk is a sign of life."""
 
     request_id: RequestId
     seq: int
     token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     error: WireError | None = None
     time: StageTime | None = None
@@ -295,8 +289,8 @@ class TokenBatch(Message, frozen=True):
 
 
 class TransportAddress(msgspec.Struct, frozen=True):
-    """How peers reach an instance's tensors. arena: path and probe token of its shared-memory arena, usable by peers that
-    can open the path and read the token there; store_host and store_port: its TCPStore."""
+    """How peers reach an instance's tensors: by its shared-memory arena, if they can open the path and read the token there,
+    or by its TCPStore."""
 
     arena_path: str
     arena_token: str

@@ -166,9 +166,6 @@ class DecodeBatch:
 
     def _import(self, job: DecodeJob) -> None:
         engine, sequence = self._context.engine, job.sequence
-        if not job.is_resumed:
-            engine.resume(sequence)
-            job.is_resumed = True
         if job.kv is not None:
             num_blocks = self._context.kv.num_for(sequence.num_computed_tokens)
             engine.import_blocks(job.kv, sequence.block_table[:num_blocks])

@@ -27,7 +27,6 @@ class DecodeJob:
     finished: asyncio.Future[None]
     kv: torch.Tensor | None = None
     is_preempted: bool = False
-    is_resumed: bool = False
     is_in_step: bool = False
     has_left: bool = False
     transfer_s: float = 0.0
@@ -46,7 +45,8 @@ class DecodeJob:
 
 
 def new_job(request: DecodeRequest, now_s: float) -> DecodeJob:
-    """The prompt's ids are not known here and not needed: their KV is. They are zeros in the sequence."""
+    """The prompt's ids are not known here and not needed: their KV is. They are zeros in the sequence; penalties that need
+    them have prompt_token_set."""
     loop = asyncio.get_running_loop()
     sequence = Sequence(
         request_id=request.request_id,
@@ -55,5 +55,6 @@ def new_job(request: DecodeRequest, now_s: float) -> DecodeJob:
         sampling=request.sampling,
         num_computed_tokens=request.kv.num_computed_tokens,
         position_delta=request.kv.position_delta,
+        prompt_token_set=request.prompt_token_set,
     )
     return DecodeJob(request, sequence, now_s, loop.create_future(), loop.create_future(), last_sign_at_s=now_s)

@@ -16,6 +16,7 @@ BATCH_BYTES = MAX_PAYLOAD_BYTES - 1024  # room for the batch's own fields
 CHUNK_BYTES = 64  # measured: MessagePack of a chunk without its strings and tokens is under this
 TIME_BYTES = 128  # measured: the same for StageTime, and for WireError
 TOKEN_BYTES = 5  # MessagePack of a uint32
+LOGPROB_BYTES = 16  # MessagePack of a float64, a uint32 and the array around them
 
 _log = structlog.get_logger(__name__)
 
@@ -99,6 +100,7 @@ def batches(instance_id: InstanceId, chunks: Iterable[TokenChunk]) -> Iterator[T
 def _max_bytes(chunk: TokenChunk) -> int:
     """Upper bound of the chunk's wire size."""
     size = CHUNK_BYTES + len(chunk.request_id.encode()) + TOKEN_BYTES * len(chunk.token_ids)
+    size += LOGPROB_BYTES * sum(2 + len(logprobs.top) for logprobs in chunk.logprobs)
     if chunk.time is not None:
         size += TIME_BYTES + len(chunk.time.stage) + len(chunk.time.instance_id)
     if chunk.error is not None:

@@ -168,6 +168,7 @@ class DecodeRole:
             request_id=job.request.request_id,
             seq=job.sequence.num_output_tokens,
             token_ids=token_ids,
+            logprobs=(job.sequence.logprobs,) if token_ids and job.sequence.logprobs is not None else (),
             finish_reason=reason,
             error=None if error is None else error.to_wire(),
             time=job.time(self._context.instance_id, now_s) if is_last else None,

@@ -112,9 +112,9 @@ class PrefillRole:
         num_tokens = request.prompt.num_tokens + 1
         reason = finish_reason(request.sampling, first_token, 1, num_tokens, self._context.max_model_len)
         if reason is not None:
-            return PrefillReply(first_token, spent, finish_reason=reason)
+            return PrefillReply(first_token, spent, finish_reason=reason, logprobs=sequence.logprobs)
         kv = await self._context.kv.lease(sequence, request.timeout_s + LEASE_GRACE_S)
-        return PrefillReply(first_token, spent, kv=kv)
+        return PrefillReply(first_token, spent, kv=kv, logprobs=sequence.logprobs)
 
 
 def _inputs(request: PrefillRequest) -> list[TensorRef]:

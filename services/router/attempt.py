@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
+import msgspec
+
 from triptych.services.router.data_url import ImageSource
 from triptych.services.router.dispatch import Dispatcher, Work
 from triptych.services.router.load_book import LoadBook
@@ -41,11 +43,12 @@ from triptych.shared.messages import (
     PreprocessReply,
     PreprocessRequest,
     PromptTokens,
-    SamplingParams,
     TensorRef,
 )
 from triptych.shared.policies.batching import num_blocks_for
 from triptych.shared.policies.routing import choose_decode, choose_encoder, choose_prefill, choose_preprocess
+from triptych.shared.sampling_params import SamplingParams
+from triptych.shared.token_set import token_set
 
 PLACED_IMAGE_BYTES = 512  # measured: up to 330 bytes on the wire with our ids
 MESSAGE_SLACK_BYTES = 4096  # chosen: everything else of a PrefillRequest
@@ -56,16 +59,15 @@ R = TypeVar("R", bound=Message)
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is to be answered. max_tokens None: what the context leaves. is_streaming: tokens go out as they come, so that
-    after the first one no other attempt is possible. sources: the pictures, kept while another attempt may need them."""
+    """What is to be answered. sampling.max_tokens 0: what the context leaves. is_streaming: tokens go out as they come, so
+    that after the first one no other attempt is possible. sources: the pictures, kept while another attempt may need them.
+    param: the prompt's field in the request, for errors."""
 
     prompt: Prompt
     sources: list[ImageSource]
-    max_tokens: int | None
-    temperature: float
-    seed: int
-    ignore_eos: bool
+    sampling: SamplingParams
     is_streaming: bool
+    param: str = "messages"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,7 @@ class AttemptRun:
             sampling, prefill_id, first = await self._first_token()
         self.record.first_token_at_s = time.monotonic()
         if first.finish_reason is not None:
-            yield Tokens(() if first.finish_reason == "stop" else (first.first_token,), first.finish_reason)
+            yield Tokens((), first.finish_reason) if first.finish_reason == "stop" else _first_tokens(first)
             return
         if first.kv is None:
             raise InternalError("a prefill instance neither ended the output nor handed over its KV")
@@ -122,7 +124,7 @@ class AttemptRun:
             decode_id = await self._start_decode(first.kv, first.first_token, prefill_id, sampling)
             stamp = self.attempt.stamps[-1]
             with self.parts.book.hold(decode_id, "decode", first.kv.num_computed_tokens):
-                yield Tokens((first.first_token,))
+                yield _first_tokens(first)
                 is_over = False
                 while not is_over:
                     piece = await stream.next(self._remaining_s())
@@ -134,13 +136,7 @@ class AttemptRun:
     async def _first_token(self) -> tuple[SamplingParams, InstanceId, PrefillReply]:
         """The stages up to prefill: how the output is sampled, who has its KV, and its first token."""
         embeddings = await self._all_embeddings()
-        sampling = SamplingParams(
-            max_tokens=self._max_tokens(),
-            temperature=self.job.temperature,
-            seed=self.job.seed,
-            stop_token_ids=self.parts.limits.stop_token_ids,
-            ignore_eos=self.job.ignore_eos,
-        )
+        sampling = msgspec.structs.replace(self.job.sampling, max_tokens=self._max_tokens())
         infos = [self.images[i] for i in range(len(self.job.sources))]
         self.record.num_text_tokens = self.job.prompt.num_text_tokens
         self.record.num_image_tokens = sum(info.num_tokens for info in infos)
@@ -148,6 +144,7 @@ class AttemptRun:
         placed = tuple(map(PlacedImage, infos, expanded.offsets, embeddings))
         self.record.move(Phase.PREFILL)
         prefill_id, first = await self._prefill(expanded, placed, sampling)
+        self.record.num_cached_tokens = first.num_cached_tokens
         return sampling, prefill_id, first
 
     def _remaining_s(self) -> float:
@@ -159,15 +156,15 @@ class AttemptRun:
         Raises:
             BadRequest: the prompt, or prompt and output, are longer than the context.
         """
-        limit = self.parts.limits.max_model_len()
+        limit, wanted = self.parts.limits.max_model_len(), self.job.sampling.max_tokens
         num_text = self.job.prompt.num_text_tokens
         num_image = sum(image.num_tokens for image in self.images.values())
         room = limit - num_text - num_image
-        if room >= (self.job.max_tokens or 1):
-            return self.job.max_tokens or room
+        if room >= (wanted or 1):
+            return wanted or room
         counted = f"the prompt has {num_text} text + {num_image} image tokens"
         if room < 1:
-            text, param = f"{counted}; the context length is {limit}, output included", "messages"
+            text, param = f"{counted}; the context length is {limit}, output included", self.job.param
         else:
             text, param = f"{counted}, which leaves {room} of {limit} for the output; ask for at most that", "max_tokens"
         raise BadRequest(text, code="context_length_exceeded", param=param)
@@ -267,6 +264,7 @@ class AttemptRun:
                 num_prompt_tokens=num_prompt_tokens,
                 sampling=sampling,
                 timeout_s=self._remaining_s(),
+                prompt_token_set=token_set(self.job.prompt.token_ids) if sampling.repetition_penalty != 1 else b"",
             )
             return await self._ask(beat, request, Accepted)
 
@@ -283,6 +281,11 @@ class AttemptRun:
         if not isinstance(reply, expected):
             raise InternalError("a stage answered with a message of another kind")
         return reply
+
+
+def _first_tokens(reply: PrefillReply) -> Tokens:
+    logprobs = () if reply.logprobs is None else (reply.logprobs,)
+    return Tokens((reply.first_token,), reply.finish_reason, logprobs=logprobs)
 
 
 def _most_telling(errors: BaseExceptionGroup[BaseException]) -> BaseException:

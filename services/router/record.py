@@ -77,6 +77,7 @@ class RequestRecord:
     attempts: list[Attempt] = field(default_factory=list)
     num_text_tokens: int = 0
     num_image_tokens: int = 0
+    num_cached_tokens: int = 0
     num_output_tokens: int = 0
     first_token_at_s: float | None = None
     ended_at_s: float | None = None

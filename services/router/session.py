@@ -27,6 +27,7 @@ from triptych.services.router.sse import DONE, EventStream, event
 from triptych.services.router.token_streams import Tokens
 from triptych.shared.errors import BadRequest, Overloaded, TriptychError
 from triptych.shared.messages import FinishReason
+from triptych.shared.sampling_params import SamplingParams
 from triptych.shared.settings import Settings
 
 PREPARE_TIMEOUT_S = 10.0  # chosen: a prompt of 100 000 tokens takes under a second to render and tokenize
@@ -141,10 +142,12 @@ class ChatSession:
         return Job(
             prompt=edge.model.prompts.build(chat),
             sources=[read_source(image, edge.settings.max_media_bytes) for image in chat.images],
-            max_tokens=chat.max_tokens,
-            temperature=chat.temperature,
-            seed=chat.seed,
-            ignore_eos=chat.ignore_eos,
+            sampling=SamplingParams(
+                max_tokens=chat.max_tokens or 0,
+                stop_token_ids=() if chat.ignore_eos else edge.parts.limits.stop_token_ids,
+                temperature=chat.temperature,
+                seed=chat.seed,
+            ),
             is_streaming=chat.stream,
         )
 

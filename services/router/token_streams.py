@@ -12,17 +12,20 @@ from dataclasses import dataclass
 
 from triptych.shared.errors import DeadlineExceeded, InstanceLost, InternalError, TriptychError, from_wire
 from triptych.shared.messages import Event, FinishReason, InstanceId, RequestId, StageTime, TokenBatch, TokenChunk
+from triptych.shared.sampling_params import TokenLogprobs
 
 SILENCE_S = 10.0  # chosen: five missed signs of life of a decode instance
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Tokens that came since the last ones. The last piece has finish_reason, and time when the stage told it."""
+    """Tokens that came since the last ones, with as many logprobs when asked for. The last piece has finish_reason, and time
+    when the stage told it."""
 
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     time: StageTime | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class TokenStream:
@@ -39,6 +42,7 @@ class TokenStream:
         self.instance_id = instance_id
         self._next_seq = 1
         self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
         self._last: TokenChunk | None = None
         self._error: TriptychError | None = None
         self._arrived.clear()
@@ -58,6 +62,7 @@ class TokenStream:
         else:
             self._next_seq += len(chunk.token_ids)
             self._token_ids += chunk.token_ids
+            self._logprobs += chunk.logprobs
             if chunk.finish_reason is not None:
                 self._last = chunk
         self._arrived.set()
@@ -89,14 +94,15 @@ class TokenStream:
                     raise InstanceLost("a decode instance went silent") from None
                 continue
             token_ids, self._token_ids = tuple(self._token_ids), []
+            logprobs, self._logprobs = tuple(self._logprobs), []
             if self._last is not None:
-                return Tokens(token_ids, self._last.finish_reason, self._last.time)
+                return Tokens(token_ids, self._last.finish_reason, self._last.time, logprobs)
             if not token_ids and self._error is not None:
                 raise self._error
             if self._error is None:
                 self._arrived.clear()
             if token_ids:
-                return Tokens(token_ids)
+                return Tokens(token_ids, logprobs=logprobs)
 
 
 class TokenStreams:

@@ -13,7 +13,9 @@ from typing import Protocol
 import torch
 
 from triptych.shared.engine.paged_kv import BlockPool
-from triptych.shared.messages import ImageInfo, ModelCard, RequestId, SamplingParams
+from triptych.shared.engine.penalties import TokenCounts
+from triptych.shared.messages import ImageInfo, ModelCard, RequestId
+from triptych.shared.sampling_params import SamplingParams, TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -32,7 +34,8 @@ class Sequence:
     token_ids: prompt (placeholders expanded) and the output so far. The first num_computed_tokens of them have their KV
     in block_table, whose blocks hold block_size tokens each and must cover what is computed next.
     positions: int64 [3, num_prompt_tokens] rotary positions of the prompt, set by Engine.prepare; later tokens are at
-    index + position_delta. generator: per request, made by Engine.prepare or Engine.resume when temperature > 0.
+    index + position_delta. prompt_token_set: the prompt's ids as bits (see DecodeRequest) where token_ids doesn't know them.
+    said: the sampler's counts for penalties. logprobs: of the token that Engine.run gave last, where sampling asks.
     """
 
     request_id: RequestId
@@ -44,7 +47,13 @@ class Sequence:
     num_computed_tokens: int = 0
     positions: torch.Tensor | None = None
     position_delta: int = 0
-    generator: torch.Generator | None = None
+    prompt_token_set: bytes = b""
+    said: TokenCounts | None = None
+    logprobs: TokenLogprobs | None = None
+    is_plain_greedy: bool = field(init=False)  # kept: asked at every step
+
+    def __post_init__(self) -> None:
+        self.is_plain_greedy = self.sampling.is_plain_greedy
 
     @property
     def num_output_tokens(self) -> int:
@@ -76,22 +85,17 @@ class Engine(Protocol):
         ...
 
     def prepare(self, sequence: Sequence) -> None:
-        """Fill in positions, position_delta and generator of a new sequence.
+        """Fill in positions and position_delta of a new sequence.
 
         Raises:
             InternalError: placeholders in token_ids don't match `images`.
         """
         ...
 
-    def resume(self, sequence: Sequence) -> None:
-        """Fill in the generator of a sequence that arrives with computed KV and num_output_tokens already sampled: the
-        generator state is what it would be had the sequence run here from the start."""
-        ...
-
     def run(self, chunks: Seq[Chunk]) -> list[int | None]:
         """One forward pass over all chunks; advances num_computed_tokens. A chunk that reaches the end of its token_ids
-        gives the next token (not appended by the engine), the others None. The same tokens come out however a sequence is
-        cut in chunks and batched, but for float ties."""
+        gives the next token (not appended by the engine), the others None, and its Sequence.logprobs where they are asked
+        for. The same tokens come out however a sequence is cut in chunks, batched, or moved, but for float ties."""
         ...
 
     def export_blocks(self, block_ids: Seq[int], out: torch.Tensor | None = None) -> torch.Tensor:

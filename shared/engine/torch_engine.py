@@ -18,7 +18,7 @@ from triptych.shared.engine.kv_cache import KvCache
 from triptych.shared.engine.paged_kv import BlockPool
 from triptych.shared.engine.positions import check_chunk, check_prompt, chunk_positions
 from triptych.shared.engine.qwen2_5_vl import Qwen25VL
-from triptych.shared.engine.sampling import make_generator, sample
+from triptych.shared.engine.sampling import sample
 from triptych.shared.engine.vision import check_image, patchify
 from triptych.shared.errors import BadRequest, InternalError
 from triptych.shared.messages import ImageInfo, ModelCard
@@ -91,10 +91,6 @@ class TorchEngine:
         prompt = sequence.token_ids[: sequence.num_prompt_tokens]
         images = [span.image for span in sequence.images]
         sequence.positions, sequence.position_delta = self._model.rotary_positions(prompt, images)
-        sequence.generator = make_generator(sequence.sampling, sequence.num_output_tokens)
-
-    def resume(self, sequence: Sequence) -> None:
-        sequence.generator = make_generator(sequence.sampling, sequence.num_output_tokens)
 
     @torch.inference_mode()
     def run(self, chunks: Seq[Chunk]) -> list[int | None]:
@@ -153,8 +149,6 @@ class TorchEngine:
         tokens: list[int | None] = [None] * len(chunks)
         if finished:
             logits = self._model.logits(hidden_TD[rows])
-            sequences = [chunks[i].sequence for i in finished]
-            sampled = sample(logits, [s.sampling for s in sequences], [s.generator for s in sequences])
-            for i, token in zip(finished, sampled, strict=True):
+            for i, token in zip(finished, sample(logits, [chunks[i].sequence for i in finished]), strict=True):
                 tokens[i] = token
         return tokens

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from triptych.shared.messages import FinishReason, SamplingParams
+from triptych.shared.messages import FinishReason
+from triptych.shared.sampling_params import SamplingParams
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:
@@ -37,7 +38,7 @@ def finish_reason(
     sampling: SamplingParams, token_id: int, num_output_tokens: int, num_tokens: int, max_model_len: int
 ) -> FinishReason | None:
     """Why the output ends with token_id, if it does. Both counts include token_id; a stop token is not to be shown."""
-    if token_id in sampling.stop_token_ids and not sampling.ignore_eos:
+    if token_id in sampling.stop_token_ids:
         return "stop"
     if num_output_tokens >= sampling.max_tokens or num_tokens >= max_model_len:
         return "length"

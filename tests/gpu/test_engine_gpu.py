@@ -19,7 +19,8 @@ from triptych.loadgen.checkpoint import make_checkpoint
 from triptych.shared.checkpoint import Checkpoint, open_checkpoint
 from triptych.shared.engine.api import Chunk, Sequence
 from triptych.shared.engine.torch_engine import TorchEngine, load_engine
-from triptych.shared.messages import ImageInfo, RequestId, SamplingParams
+from triptych.shared.messages import ImageInfo, RequestId
+from triptych.shared.sampling_params import SamplingParams
 from triptych.shared.settings import Settings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -64,7 +65,6 @@ def test_blocks_pass_through_host_memory_to_a_second_engine(checkpoint: Checkpoi
         tokens = [*[0] * len(case.prompt), token]
         arrived = Sequence(RequestId("r"), tokens, len(case.prompt), GREEDY, [], table, len(case.prompt))
         arrived.position_delta = sequence.position_delta
-        second.resume(arrived)
         finish(second, [arrived])
         assert case.answer.difference(output(arrived)) is None
         release(first, [sequence])

@@ -39,12 +39,12 @@ from triptych.shared.messages import (
     RequestId,
     Resources,
     Role,
-    SamplingParams,
     TokenBatch,
     TransportAddress,
     stream_subject,
 )
 from triptych.shared.registry import Registry
+from triptych.shared.sampling_params import SamplingParams
 from triptych.shared.service import ServiceContext
 from triptych.shared.settings import Settings
 from triptych.shared.transport.transport import InstanceTransport
@@ -160,7 +160,7 @@ class Case:
 
     def __init__(self, seed: int, checkpoint: Checkpoint, temperature: float = 0.0, max_tokens: int = 12) -> None:
         rng = torch.Generator().manual_seed(seed)
-        self.sampling = SamplingParams(max_tokens, temperature=temperature, seed=seed, ignore_eos=True)
+        self.sampling = SamplingParams(max_tokens, temperature=temperature, seed=seed)
         self.token_ids: list[int] = []
         self.images: dict[int, tuple[ImageInfo, torch.Tensor]] = {}
         for part in range(1 + seed % 3):

@@ -20,7 +20,8 @@ from PIL import Image
 from triptych.shared.checkpoint import Checkpoint, grid_thw, num_image_tokens, resized
 from triptych.shared.engine.api import Chunk, ImageSpan, Sequence
 from triptych.shared.engine.torch_engine import TorchEngine
-from triptych.shared.messages import ImageInfo, RequestId, SamplingParams
+from triptych.shared.messages import ImageInfo, RequestId
+from triptych.shared.sampling_params import SamplingParams
 
 MAX_TOKENS = 12
 TIE_GAP = 1e-4  # float32 results move by 1e-7 to 1e-6 relative with the shape of the batch

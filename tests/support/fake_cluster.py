@@ -35,7 +35,6 @@ from triptych.shared.messages import (
     RequestId,
     Resources,
     Role,
-    SamplingParams,
     TensorRef,
     TokenBatch,
     TokenChunk,
@@ -45,6 +44,7 @@ from triptych.shared.messages import (
     stream_subject,
 )
 from triptych.shared.registry import Registry
+from triptych.shared.sampling_params import SamplingParams
 from triptych.shared.service import ServiceContext
 from triptych.shared.settings import Settings
 from triptych.shared.transport.transport import InstanceTransport

@@ -74,9 +74,6 @@ class FakeEngine:
         sequence.positions = torch.arange(sequence.num_prompt_tokens).expand(3, -1)
         sequence.position_delta = DELTA_PER_IMAGE * len(sequence.images)
 
-    def resume(self, sequence: Sequence) -> None:
-        assert sequence.generator is None
-
     def run(self, chunks: Seq[Chunk]) -> list[int | None]:
         self._enter()
         self.steps.append([(chunk.sequence.request_id, chunk.num_tokens) for chunk in chunks])

@@ -12,7 +12,8 @@ from triptych.shared.engine.api import Chunk, Sequence
 from triptych.shared.engine.attention import paged_attention, plan_batch
 from triptych.shared.engine.kv_cache import KvCache
 from triptych.shared.engine.paged_kv import BlockPool
-from triptych.shared.messages import RequestId, SamplingParams
+from triptych.shared.messages import RequestId
+from triptych.shared.sampling_params import SamplingParams
 
 NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 2, 6, 2, 8
 SCALE = 0.3

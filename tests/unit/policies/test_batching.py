@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from triptych.shared.messages import SamplingParams
 from triptych.shared.policies.batching import chunk_sizes, finish_reason, num_blocks_for, num_to_batch
+from triptych.shared.sampling_params import SamplingParams
 
 sizes = st.lists(st.integers(1, 50), max_size=20)
 
@@ -35,16 +35,9 @@ def test_chunks_go_to_the_front_first(remaining: list[int], max_tokens: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("token_id", "num_output_tokens", "num_tokens", "ignore_eos", "expected"),
-    [
-        (5, 1, 10, False, None),
-        (7, 1, 10, False, "stop"),
-        (7, 1, 10, True, None),
-        (5, 4, 10, False, "length"),
-        (7, 4, 10, False, "stop"),
-        (5, 2, 32, False, "length"),
-    ],
+    ("token_id", "num_output_tokens", "num_tokens", "expected"),
+    [(5, 1, 10, None), (7, 1, 10, "stop"), (5, 4, 10, "length"), (7, 4, 10, "stop"), (5, 2, 32, "length")],
 )
-def test_finish_reason(token_id: int, num_output_tokens: int, num_tokens: int, ignore_eos: bool, expected: str | None) -> None:
-    sampling = SamplingParams(4, stop_token_ids=(7,), ignore_eos=ignore_eos)
+def test_finish_reason(token_id: int, num_output_tokens: int, num_tokens: int, expected: str | None) -> None:
+    sampling = SamplingParams(4, stop_token_ids=(7,))
     assert finish_reason(sampling, token_id, num_output_tokens, num_tokens, 32) == expected
