@@ -72,7 +72,7 @@ def decode_image(encoded: bytes, options: DecodeOptions, param: str) -> tuple[Im
 def strips(image: Image.Image) -> Iterator[bytes]:
     """The bytes of a picture in mode RGB, some rows at a time."""
     for box in _strip_boxes(image):
-        yield image.crop(box).tobytes()
+        yield (image if box == (0, 0, *image.size) else image.crop(box)).tobytes()
 
 
 def canonical_rgb(encoded: bytes, options: DecodeOptions, param: str) -> Image.Image:

@@ -1,7 +1,7 @@
 """A process that decodes pictures for decode_pool.py: `python -m ... decode_worker SOCKET_FD PARENT_PID MEMORY_BYTES`.
 
 What crashes a decoder, or makes it run or grow without end, ends only this process. Each job comes with a memfd that holds
-the file; the pixels go back in it. Imports neither torch nor numpy: 12 MB, and soon started again (measured).
+the file; the pixels go back in it. Imports neither torch nor numpy: 16 MB, and started again in 0.1 s (measured).
 """
 
 from __future__ import annotations
