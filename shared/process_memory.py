@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from pathlib import Path
 
 
@@ -17,3 +19,12 @@ def pss_bytes(pid: int) -> int:
             if line.startswith(field):
                 return int(line.split()[1]) * unit
     return 0
+
+
+def family_pss_bytes() -> int:
+    """PSS of this process and of those that it started. As slow as `pss_bytes`."""
+    pids = [os.getpid()]
+    for file in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread has just ended
+            pids += map(int, file.read_text().split())
+    return sum(map(pss_bytes, pids))

@@ -44,7 +44,7 @@ from triptych.shared.messages import (
 )
 from triptych.shared.metrics import watch_process
 from triptych.shared.nats_link import BusCounters
-from triptych.shared.process_memory import pss_bytes
+from triptych.shared.process_memory import family_pss_bytes
 from triptych.shared.registry import Registry
 from triptych.shared.service_app import Lifecycle, Report, ServiceApp, ServiceContext, new_instance_id
 from triptych.shared.settings import Settings
@@ -226,7 +226,7 @@ class ServiceHost:
         now_s = time.monotonic()
         if now_s - self._pss_at_s >= PSS_INTERVAL_S:
             self._pss_at_s = now_s
-            self._pss_bytes = await asyncio.to_thread(pss_bytes, os.getpid())
+            self._pss_bytes = await asyncio.to_thread(family_pss_bytes)
 
     async def _beat(self) -> None:
         """Not while disconnected: old heartbeats must not be sent late."""

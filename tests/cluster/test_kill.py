@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 
 import aiohttp
+import psutil
 import pytest
 
 from support.cases import Case, random_case
@@ -142,6 +143,33 @@ async def test_of_a_stage(mortal_cluster: Cluster, reference: Reference, load_ca
         await run_load_and_kill(load, lambda: os.kill(victim.resources.pid, signal.SIGKILL), check_mended)
         print(f"{stage}: {judge(load, reference, stage == 'router')}")
         await watch.until_at_rest(FREE_WITHIN_S, f"after the kill of {stage}")
+
+
+async def test_of_decode_workers(mortal_cluster: Cluster, reference: Reference, load_cases: list[Case]) -> None:
+    """Nobody notices: their pictures are decoded again."""
+    async with Watch(mortal_cluster.nats_url) as watch:
+        await watch.until_complete()
+        preprocess = psutil.Process(watch.of("preprocess").resources.pid)
+        load = Load(mortal_cluster.url, [case for case in load_cases if case.pictures()])
+        killed: set[int] = set()
+
+        def kill() -> None:
+            workers = preprocess.children()
+            assert workers
+            killed.update(worker.pid for worker in workers)
+            for worker in workers:
+                worker.kill()
+
+        async def check_mended(_killed_s: float) -> None:
+            for _ in range(3):
+                await load.reach(len(load.results) + NUM_CLIENTS)
+                kill()
+
+        await run_load_and_kill(load, kill, check_mended)
+        assert len(killed) >= 4
+        told = judge(load, reference, is_router_killed=False)
+        assert told.endswith("errors: {}"), told
+        await watch.until_at_rest(FREE_WITHIN_S, "after the kills of decode workers")
 
 
 @pytest.mark.parametrize("server", ["nats-server", "valkey-server"])
