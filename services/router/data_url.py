@@ -16,6 +16,8 @@ NO_URL_TEXT = (
     "an image must be an http(s) URL, or a data: URL that holds it (data:image/png;base64,...); "
     "a path or bare base64 is neither"
 )
+MAX_ESCAPES = 1 << 18  # measured: 0.13 s and 60 MB to decode; what base64 needs escaped does not count
+_BASE64_ESCAPES = {b"%2b": b"+", b"%2f": b"/", b"%3d": b"=", b"%0a": b"", b"%0d": b"", b"%20": b""}
 _WHITESPACE = b" \t\r\n\x0b\x0c"
 _URL_SAFE = bytes.maketrans(b"-_", b"+/")
 
@@ -63,8 +65,15 @@ def decode_data_url(url: str, param: str) -> bytes:
     head, comma, body = url.partition(",")
     if not comma:
         raise _broken(param)
-    content = unquote_to_bytes(body)
-    if head.rsplit(";", 1)[-1].strip().lower() == "base64":
+    content = body.encode(errors="replace")
+    is_base64 = head.rsplit(";", 1)[-1].strip().lower() == "base64"
+    if is_base64:
+        for escape, character in _BASE64_ESCAPES.items():
+            content = content.replace(escape, character).replace(escape.upper(), character)
+    if content.count(b"%") > MAX_ESCAPES:
+        raise _broken(param)
+    content = unquote_to_bytes(content)
+    if is_base64:
         packed = content.translate(_URL_SAFE, _WHITESPACE).rstrip(b"=")
         try:
             content = base64.b64decode(packed + b"=" * (-len(packed) % 4), validate=True)

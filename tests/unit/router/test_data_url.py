@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from triptych.services.router.api_types import ImageInput
-from triptych.services.router.data_url import ImageSource, decode_data_url, read_source
+from triptych.services.router.data_url import MAX_ESCAPES, ImageSource, decode_data_url, read_source
 from triptych.shared.errors import BadRequest
 
 LOADED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # other tests take the cores
@@ -35,6 +35,11 @@ SHORT = base64.b64encode(b"1").decode()
         f"data:image/png;base64, {PLAIN} ",
         f"data:image/png;base64,{URL_SAFE}",
         f"data:image/png;base64,{quote(PLAIN, safe='')}",
+        f"data:image/png;base64,{quote(LINES, safe='')}",
+        "data:image/png;base64," + "".join(f"%{ord(character):02x}" for character in PLAIN),
+        f" data:image/png;base64,{PLAIN}\n",
+        f'data:image/png;name="a;b.png";charset=utf-8;base64,{PLAIN}',
+        f"data:image/png ; base64 ,{PLAIN}",
         f"data:image/png,{quote(RAW, safe='')}",
     ],
 )
@@ -64,6 +69,17 @@ def test_other_schemes(url: str) -> None:
         read_source(ImageInput(url, "p"), 1000)
     assert caught.value.status == 400
     assert "passwd" not in caught.value.message
+
+
+def test_escapes_are_bounded_where_they_cost() -> None:
+    """A body full of escapes of anything takes a thousand times its length to decode; those of base64 are cheap."""
+    escaped = "%2B%2f" * MAX_ESCAPES
+    assert len(decode_data_url(f"data:image/png;base64,{escaped}", "p")) == 2 * MAX_ESCAPES * 3 // 4
+    assert len(decode_data_url("data:image/png," + "%41" * MAX_ESCAPES, "p")) == MAX_ESCAPES
+    for head in ("data:image/png,", "data:image/png;base64,"):
+        with pytest.raises(BadRequest) as caught:
+            decode_data_url(head + "%41" * (MAX_ESCAPES + 1), "p")
+        assert caught.value.code == "invalid_image"
 
 
 def test_bounds() -> None:
