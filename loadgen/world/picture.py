@@ -90,18 +90,18 @@ def _draw(draw: ImageDraw.ImageDraw, shape: Shape, pen: _Pen, rng: np.random.Gen
         corners = [(round(x + radius * right), round(y + radius * down)) for right, down in _triangle(rng)]
         draw.polygon(corners, **style)
     else:
-        _draw_cross(draw, pen, diagonal=rng.random() < 0.2, arm=round(radius * rng.uniform(0.2, 0.38)))
+        _draw_cross(draw, pen, diagonal=rng.random() < 0.1, arm=round(radius * rng.uniform(0.2, 0.38)))
 
 
 def _triangle(rng: np.random.Generator) -> list[tuple[float, float]]:
     """Corners in a box from -1 to 1: mostly upright and even, else turned by a quarter or with a right angle."""
     kind = rng.random()
-    if kind < 0.15:
+    if kind < 0.1:
         half_width = rng.uniform(0.7, 1)
         return [(-half_width, -0.9), (-half_width, 0.9), (half_width, 0.9)]
     half_width, height = rng.uniform(0.75, 1), rng.uniform(0.7, 1)
     corners = [(0.0, -height), (half_width, height), (-half_width, height)]
-    turns = int(rng.integers(1, 4)) if kind < 0.3 else 0
+    turns = int(rng.integers(1, 4)) if kind < 0.2 else 0
     for _ in range(turns):
         corners = [(-down, right) for right, down in corners]
     return corners

@@ -14,7 +14,7 @@ from triptych.loadgen.world.seeds import pick
 SHAPES = ("circle", "square", "triangle", "cross")
 PLACES = ("top left", "top right", "center", "bottom left", "bottom right")
 
-GRID_SHARE = 0.65  # chosen: most people's drawings use the corners or the center
+GRID_SHARE = 0.7  # chosen: most people's drawings use the corners or the center
 # Distances in fractions of a side, chosen so that nobody would argue about a place or about which shape comes first.
 _CENTERS = {"top left": (0.26, 0.26), "top right": (0.74, 0.26), "bottom left": (0.26, 0.74), "bottom right": (0.74, 0.74)}
 _GRID_JITTER = 0.04
