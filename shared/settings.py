@@ -61,6 +61,7 @@ class Settings(BaseSettings):
 
     # time
     request_timeout_s: float = Field(120.0, gt=0, description="deadline of a request")
+    ping_interval_s: float = Field(10.0, gt=0, description="longest silence in a stream, the wait for its first token included")
     stage_wait_s: float = Field(20.0, ge=0, description="how long a request waits for an absent stage before 503")
     heartbeat_interval_s: float = Field(0.5, gt=0)
     heartbeat_timeout_s: float = Field(3.0, gt=0, description="an instance that is silent this long is lost")

@@ -12,9 +12,11 @@ from typing import Any
 import structlog
 from fastapi import FastAPI, Request, Response
 
+from triptych.services.router.asks import Model
 from triptych.services.router.attempt import Limits, Parts
 from triptych.services.router.client_link import BodyStore
 from triptych.services.router.dispatch import Dispatcher
+from triptych.services.router.edge import Edge, Read
 from triptych.services.router.endpoints import add_endpoints
 from triptych.services.router.http_errors import error_response, install_error_handlers
 from triptych.services.router.load_book import LoadBook
@@ -23,8 +25,10 @@ from triptych.services.router.prompt import PromptBuilder
 from triptych.services.router.record import STAGES, Phase, RequestRecord
 from triptych.services.router.releases import Releases
 from triptych.services.router.router_metrics import RouterMetrics
-from triptych.services.router.session import ChatSession, Edge, Model
+from triptych.services.router.session import Api, Session
 from triptych.services.router.token_streams import TokenStreams
+from triptych.services.router.token_texts import TokenTexts
+from triptych.services.router.tokenizing import answer_quickly, detokenize, tokenize
 from triptych.services.router.uploads import Uploader
 from triptych.shared.checkpoint import Checkpoint, open_checkpoint
 from triptych.shared.errors import InternalError, Overloaded
@@ -101,7 +105,8 @@ class RouterService:
             release=lambda attempt: releases.release(attempt.request_id, attempt.touched),
         )
         bodies = BodyStore(max(self._settings.body_store_bytes, self._settings.max_body_bytes))
-        edge = Edge(self._settings, Model(checkpoint.name, prompts), parts, self._workers, bodies, self._on_end)
+        model, texts = Model(checkpoint.name, prompts), TokenTexts(prompts.tokenizer)
+        edge = Edge(self._settings, model, texts, parts, self._workers, bodies, self._on_end)
         self._running = _Running(context, checkpoint, parts, edge, RouterMetrics(context.metrics), releases)
 
     async def handle(self, request: InstanceRequest) -> Message | None:
@@ -132,7 +137,7 @@ class RouterService:
 
     # --- its paths ------------------------------------------------------------------------------------------------------
 
-    async def chat(self, request: Request) -> Response:
+    async def answer(self, api: Api, request: Request) -> Response:
         """Admit, or refuse at the door."""
         running = self._running
         try:
@@ -151,7 +156,19 @@ class RouterService:
         record = RequestRecord(self.new_request_id(), now_s, now_s + self._settings.request_timeout_s)
         self._inflight[record.base_id] = record
         running.metrics.inflight.labels("router").set(len(self._inflight))
-        return await ChatSession(running.edge, record, request).respond()
+        return await Session(running.edge, api, record, request).respond()
+
+    async def tokenize(self, request: Request) -> Response:
+        """Not counted among the requests inside: it touches no stage."""
+        return await self._quickly(tokenize, request)
+
+    async def detokenize(self, request: Request) -> Response:
+        return await self._quickly(detokenize, request)
+
+    async def _quickly(self, read: Read[dict[str, Any]], request: Request) -> Response:
+        if self._running is None:
+            return error_response(Overloaded("the server is starting"))
+        return await answer_quickly(self._running.edge, read, request)
 
     def models(self) -> list[dict[str, Any]]:
         """Empty until a request could be answered."""

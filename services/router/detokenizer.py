@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 from tokenizers import Tokenizer
 
@@ -19,6 +20,7 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._context: list[int] = []
+        self._before = ""  # the context's text
         self._pending: list[int] = []
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -34,7 +36,7 @@ class Detokenizer:
             head, tail = self._pending[:cut], self._pending[cut:]
             head_text = self._decode(head)
             is_settled = not head_text.endswith(_REPLACEMENT) or len(tail) == _MAX_CHAR_TOKENS
-            if is_settled and head_text and head_text + self._decode_after(head, tail) == text:
+            if is_settled and head_text and head_text + self._text(head, tail)[len(self._text(head)) :] == text:
                 return self._emit(cut, head_text)
         return ""
 
@@ -43,11 +45,12 @@ class Detokenizer:
 
     def _emit(self, count: int, text: str) -> str:
         self._context, self._pending = self._pending[:count], self._pending[count:]
+        self._before = self._text(self._context)
         return text
 
     def _decode(self, token_ids: list[int]) -> str:
-        return self._decode_after(self._context, token_ids)
+        """Text of token_ids after the context."""
+        return self._text(self._context, token_ids)[len(self._before) :]
 
-    def _decode_after(self, context: list[int], token_ids: list[int]) -> str:
-        before = self._tokenizer.decode(context, skip_special_tokens=True)
-        return str(self._tokenizer.decode([*context, *token_ids], skip_special_tokens=True))[len(before) :]
+    def _text(self, *token_ids: list[int]) -> str:
+        return str(self._tokenizer.decode([*chain(*token_ids)], skip_special_tokens=True))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Awaitable, Callable
+from importlib import metadata
 from typing import Any, Protocol
 
 from fastapi import FastAPI, Request, Response
@@ -11,6 +13,9 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from triptych.services.router.api_types import ChatCompletionRequest
+from triptych.services.router.completion_types import CompletionRequest, DetokenizeRequest, TokenizeRequest
+from triptych.services.router.edge_model import EdgeModel
+from triptych.services.router.session import CHAT, COMPLETIONS, Api
 from triptych.shared.errors import BadRequest
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,128}")
@@ -19,7 +24,11 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 class RouterView(Protocol):
     """What the paths need of the router."""
 
-    async def chat(self, request: Request) -> Response: ...
+    async def answer(self, api: Api, request: Request) -> Response: ...
+
+    async def tokenize(self, request: Request) -> Response: ...
+
+    async def detokenize(self, request: Request) -> Response: ...
 
     def models(self) -> list[dict[str, Any]]: ...
 
@@ -33,7 +42,19 @@ def add_endpoints(app: FastAPI, router: RouterView) -> None:
 
     async def chat_completions(request: Request) -> Response:
         """OpenAI's chat completions. Answers JSON, or server-sent events when `stream` is true."""
-        return await router.chat(request)
+        return await router.answer(CHAT, request)
+
+    async def completions(request: Request) -> Response:
+        """OpenAI's completions of plain prompts. Answers JSON, or server-sent events when `stream` is true."""
+        return await router.answer(COMPLETIONS, request)
+
+    async def tokenize(request: Request) -> Response:
+        """A text, or a chat with the model's template, as tokens."""
+        return await router.tokenize(request)
+
+    async def detokenize(request: Request) -> Response:
+        """Tokens as text."""
+        return await router.detokenize(request)
 
     async def models() -> dict[str, Any]:
         """The model, once every stage is there."""
@@ -45,26 +66,32 @@ def add_endpoints(app: FastAPI, router: RouterView) -> None:
                 return found
         raise BadRequest("there is no such model here", code="model_not_found", status=404, param="model")
 
+    async def version() -> dict[str, str]:
+        return {"version": metadata.version("triptych")}
+
     async def ready() -> JSONResponse:
         """200 when every stage has an instance and requests are taken; the instances per stage either way."""
         is_ready, body = router.readiness()
         return JSONResponse(body, status_code=200 if is_ready else 503)
 
-    schema = ChatCompletionRequest.model_json_schema(ref_template="#/components/schemas/{model}")
-    definitions = schema.pop("$defs", {})
-    body_schema = {"required": True, "content": {"application/json": {"schema": _inline(schema, definitions)}}}
-    app.add_api_route(
-        "/v1/chat/completions",
-        chat_completions,
-        methods=["POST"],
-        response_model=None,
-        openapi_extra={"requestBody": body_schema},
-    )
+    _add_post(app, "/v1/chat/completions", chat_completions, ChatCompletionRequest)
+    _add_post(app, "/v1/completions", completions, CompletionRequest)
+    _add_post(app, "/tokenize", tokenize, TokenizeRequest)
+    _add_post(app, "/detokenize", detokenize, DetokenizeRequest)
     app.add_api_route("/v1/models", models, methods=["GET"])
     app.add_api_route("/v1/models/{model_id:path}", model, methods=["GET"])
+    app.add_api_route("/version", version, methods=["GET"])
     for path in ("/ready", "/health"):
         app.add_api_route(path, ready, methods=["GET"])
     app.add_middleware(RequestIds, router=router)
+
+
+def _add_post(app: FastAPI, path: str, endpoint: Callable[[Request], Awaitable[Response]], body: type[EdgeModel]) -> None:
+    """The endpoint reads the body itself, off the event loop: `body` is for the API's description."""
+    schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
+    definitions = schema.pop("$defs", {})
+    described = {"required": True, "content": {"application/json": {"schema": _inline(schema, definitions)}}}
+    app.add_api_route(path, endpoint, methods=["POST"], response_model=None, openapi_extra={"requestBody": described})
 
 
 def _inline(schema: Any, definitions: dict[str, Any]) -> Any:

@@ -20,7 +20,7 @@ import jinja2
 from tokenizers import Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from triptych.services.router.api_types import Chat, ChatTurn
+from triptych.services.router.api_types import ChatTurn
 from triptych.shared.checkpoint import Checkpoint
 from triptych.shared.errors import BadRequest, InternalError
 
@@ -87,28 +87,49 @@ class PromptBuilder:
         spellings = sorted((token.content for token in added.values()), key=len, reverse=True)
         self._spelling = re.compile("|".join(map(re.escape, spellings)) or r"(?!)")
         self._image_token_id = checkpoint.image_token_id
+        text_config = checkpoint.config.get("text_config", checkpoint.config)
+        self._vocab_size = int(text_config.get("vocab_size", self.tokenizer.get_vocab_size()))
 
-    def build(self, chat: Chat) -> Prompt:
+    def build(self, turns: Sequence[ChatTurn], num_images: int) -> Prompt:
         """Render and tokenize.
 
         Raises:
             BadRequest: the template refuses these messages, or doesn't place every image.
         """
-        expected = self._num_special(self._encode_plain(self._render([_skeleton(turn) for turn in chat.turns])))
-        token_ids = self._tokenize(chat.turns, split_parts=False)
+        expected = self._num_special(self._encode_plain(self._render([_skeleton(turn) for turn in turns])))
+        token_ids = self._tokenize(turns, split_parts=False)
         if self._num_special(token_ids) != expected:  # neighbouring pieces of text spell a special token together
-            token_ids = self._tokenize(chat.turns, split_parts=True)
+            token_ids = self._tokenize(turns, split_parts=True)
             if self._num_special(token_ids) != expected:
                 raise BadRequest("the messages cannot be told apart from the chat template's markers", param="messages")
         placeholder_at = tuple(i for i, id_ in enumerate(token_ids) if id_ == self._image_token_id)
-        if len(placeholder_at) != len(chat.images):
+        if len(placeholder_at) != num_images:
             raise BadRequest(
-                f"the model's chat template places {len(placeholder_at)} of {len(chat.images)} images; "
+                f"the model's chat template places {len(placeholder_at)} of {num_images} images; "
                 "put images in messages of the user",
                 code="unsupported_image",
                 param="messages",
             )
         return Prompt(array("I", token_ids), placeholder_at)
+
+    def plain(self, prompt: str | Sequence[int], add_special_tokens: bool) -> Prompt:
+        """A prompt without a template: a text, in which special tokens may be spelled, or token ids.
+
+        Raises:
+            BadRequest: it is empty, or has a token that is none or stands for a picture.
+        """
+        token_ids = self.encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
+        if not token_ids:
+            raise BadRequest("the prompt has no tokens", param="prompt")
+        if max(token_ids) >= self._vocab_size:
+            raise BadRequest(f"token ids must be below {self._vocab_size}", param="prompt")
+        if self._image_token_id in token_ids:
+            raise BadRequest("a plain prompt cannot have pictures; use chat", code="unsupported_image", param="prompt")
+        return Prompt(array("I", token_ids), ())
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text that may spell special tokens."""
+        return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def _tokenize(self, turns: Sequence[ChatTurn], split_parts: bool) -> list[int]:
         """Split at spellings of special tokens inside the users' text (and around each text when split_parts)."""

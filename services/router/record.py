@@ -82,6 +82,10 @@ class RequestRecord:
     first_token_at_s: float | None = None
     ended_at_s: float | None = None
 
+    def sibling(self, index: int) -> RequestRecord:
+        """Of another choice of the same request."""
+        return RequestRecord(f"{self.base_id}-c{index}", self.arrived_at_s, self.deadline_s)
+
     def begin_attempt(self) -> Attempt:
         self.move(Phase.MEDIA)
         attempt = Attempt(RequestId(f"{self.base_id}-{len(self.attempts) + 1}"))

@@ -1,62 +1,172 @@
-"""The bodies of OpenAI's chat API: one JSON object, or chunks of a stream. Pure."""
+"""The bodies of OpenAI's two text APIs: one JSON object, or the events of a stream. No I/O; one instance per answer.
+
+Most events are pieces of text that differ in nothing else: they are put together from ready bytes.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
+import msgspec
+
+from triptych.services.router.output import Piece, SaidToken
 from triptych.services.router.record import RequestRecord
-from triptych.shared.messages import FinishReason, StageTime
+from triptych.services.router.token_texts import TokenTexts
+from triptych.shared.messages import StageTime
+
+DONE = b"data: [DONE]\n\n"
+_encode = msgspec.json.Encoder().encode
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
-    """What every object of one answer repeats. created: Unix seconds."""
+class Bodies(ABC):
+    """What the two APIs share. created: Unix seconds. with_usage: a stream will end with its usage, so every other event says
+    null. A choice's finish_reason comes in an event of its own, after its text."""
 
-    completion_id: str
-    created: int
-    model: str
+    kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
+    no_text: ClassVar[bytes]
 
-    def as_dict(self, kind: str) -> dict[str, Any]:
-        return {"id": self.completion_id, "object": kind, "created": self.created, "model": self.model}
+    def __init__(self, answer_id: str, created: int, model: str, texts: TokenTexts, with_usage: bool) -> None:
+        self._fields = {"id": answer_id, "created": created, "model": model}
+        self._texts = texts
+        self._head = b"data: " + _encode({"object": self.chunk_kind, **self._fields})[:-1] + b',"choices":[{"index":'
+        self._tail = b',"usage":null}\n\n' if with_usage else b"}\n\n"
+
+    def whole(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> dict[str, Any]:
+        """The answer in one object; a piece is all of a choice."""
+        choices = [
+            {
+                "index": piece.index,
+                **self._whole_text(piece.text),
+                "logprobs": self._logprobs(piece) if piece.said else None,
+                "finish_reason": piece.finish_reason,
+            }
+            for piece in pieces
+        ]
+        return {"object": self.kind, **self._fields, "choices": choices, "usage": usage}
+
+    def opening(self, index: int) -> bytes:
+        """The event before a choice's first piece, if there is one."""
+        return b""
+
+    def events(self, piece: Piece, trace: dict[str, Any] | None = None) -> bytes:
+        """Nothing for a piece without news. trace: goes with the finish_reason."""
+        data = b""
+        if piece.text or piece.said:
+            logprobs = _encode(self._logprobs(piece)) if piece.said else b"null"
+            data = self._event(piece.index, self._text(piece.text), logprobs)
+        if piece.finish_reason is not None:
+            extra = b"" if trace is None else b',"triptych":' + _encode(trace)
+            data += self._event(piece.index, self.no_text, b"null", _encode(piece.finish_reason), extra)
+        return data
+
+    def usage_event(self, usage: dict[str, Any]) -> bytes:
+        """The event before [DONE] when the client asked for usage."""
+        return b"data: " + _encode({"object": self.chunk_kind, **self._fields, "choices": [], "usage": usage}) + b"\n\n"
+
+    def _event(self, index: int, text: bytes, logprobs: bytes, finish_reason: bytes = b"null", extra: bytes = b"") -> bytes:
+        body = b'%d,%b,"logprobs":%b,"finish_reason":%b}]%b' % (index, text, logprobs, finish_reason, extra)
+        return self._head + body + self._tail
+
+    @abstractmethod
+    def _text(self, text: str) -> bytes: ...
+
+    @abstractmethod
+    def _whole_text(self, text: str) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def _logprobs(self, piece: Piece) -> dict[str, Any]: ...
 
 
-def completion(header: Header, text: str, finish_reason: FinishReason, record: RequestRecord) -> dict[str, Any]:
-    """The whole answer."""
-    message = {"role": "assistant", "content": text, "refusal": None}
-    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason}
-    return {**header.as_dict("chat.completion"), "choices": [choice], "usage": usage(record)}
+class ChatBodies(Bodies):
+    """`/v1/chat/completions`."""
+
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+    no_text = b'"delta":{}'
+
+    def opening(self, index: int) -> bytes:
+        return self._event(index, b'"delta":{"role":"assistant","content":""}', b"null")
+
+    def _text(self, text: str) -> bytes:
+        return b'"delta":{"content":%b}' % _encode(text)
+
+    def _whole_text(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def _logprobs(self, piece: Piece) -> dict[str, Any]:
+        return {"content": [self._said(said) for said in piece.said], "refusal": None}
+
+    def _said(self, said: SaidToken) -> dict[str, Any]:
+        top = [self._token(token_id, logprob) for token_id, logprob in said.logprobs.top]
+        return {**self._token(said.token_id, said.logprobs.logprob), "top_logprobs": top}
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        data = self._texts.bytes_of(token_id)
+        return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data)}
 
 
-def chunk(header: Header, delta: dict[str, str], finish_reason: FinishReason | None, with_usage: bool) -> dict[str, Any]:
-    """One piece of a stream. with_usage: the stream will end with its usage, so every other chunk says null."""
-    choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-    body = {**header.as_dict("chat.completion.chunk"), "choices": [choice]}
-    return {**body, "usage": None} if with_usage else body
+class CompletionBodies(Bodies):
+    """`/v1/completions`."""
+
+    kind = chunk_kind = "text_completion"
+    no_text = b'"text":""'
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._num_chars: dict[int, int] = {}
+
+    def _text(self, text: str) -> bytes:
+        return b'"text":' + _encode(text)
+
+    def _whole_text(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    def _logprobs(self, piece: Piece) -> dict[str, Any]:
+        """The token itself is among its top_logprobs, as OpenAI has it, unless no top was asked for."""
+        tokens = [self._token_text(said.token_id) for said in piece.said]
+        offsets = []
+        for token in tokens:
+            offsets.append(self._num_chars.get(piece.index, 0))
+            self._num_chars[piece.index] = offsets[-1] + len(token)
+        return {
+            "tokens": tokens,
+            "token_logprobs": [said.logprobs.logprob for said in piece.said],
+            "top_logprobs": [self._top(said) for said in piece.said],
+            "text_offset": offsets,
+        }
+
+    def _top(self, said: SaidToken) -> dict[str, float] | None:
+        if not said.logprobs.top:
+            return None
+        top = {self._token_text(token_id): logprob for token_id, logprob in reversed(said.logprobs.top)}
+        return {**top, self._token_text(said.token_id): said.logprobs.logprob}
+
+    def _token_text(self, token_id: int) -> str:
+        return self._texts.bytes_of(token_id).decode(errors="replace")
 
 
-def usage_chunk(header: Header, record: RequestRecord) -> dict[str, Any]:
-    """The chunk before [DONE] when the client asked for usage."""
-    return {**header.as_dict("chat.completion.chunk"), "choices": [], "usage": usage(record)}
-
-
-def usage(record: RequestRecord) -> dict[str, Any]:
-    """Tokens counted as the model saw them, images expanded."""
-    num_prompt = record.num_text_tokens + record.num_image_tokens
+def usage_of(records: Sequence[RequestRecord], num_choices: int) -> dict[str, Any]:
+    """Tokens counted as the model saw them, images expanded; records: of all choices, num_choices for each prompt."""
+    prompts = records[::num_choices]
+    num_text = sum(record.num_text_tokens for record in prompts)
+    num_image = sum(record.num_image_tokens for record in prompts)
+    num_output = sum(record.num_output_tokens for record in records)
     return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": record.num_output_tokens,
-        "total_tokens": num_prompt + record.num_output_tokens,
+        "prompt_tokens": num_text + num_image,
+        "completion_tokens": num_output,
+        "total_tokens": num_text + num_image + num_output,
         "prompt_tokens_details": {
-            "cached_tokens": 0,
-            "text_tokens": record.num_text_tokens,
-            "image_tokens": record.num_image_tokens,
+            "cached_tokens": sum(record.num_cached_tokens for record in prompts),
+            "text_tokens": num_text,
+            "image_tokens": num_image,
         },
     }
 
 
-def trace(record: RequestRecord) -> dict[str, Any]:
+def trace_of(record: RequestRecord) -> dict[str, Any]:
     """The request's way through the stages (of the attempt that counted), for X-Triptych-Trace."""
     return {"attempts": len(record.attempts), "stages": _stages(record.stage_times())}
 

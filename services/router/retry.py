@@ -10,7 +10,7 @@ import structlog
 from triptych.services.router.attempt import AttemptRun, Job, Parts
 from triptych.services.router.media_gate import STORE_FULL
 from triptych.services.router.record import RequestRecord
-from triptych.services.router.token_streams import Tokens
+from triptych.services.router.token_streams import RESTARTED, Tokens
 from triptych.shared.errors import InstanceLost, InternalError, Overloaded, TriptychError
 
 _log = structlog.get_logger(__name__)
@@ -19,9 +19,10 @@ _log = structlog.get_logger(__name__)
 async def run_request(parts: Parts, job: Job, record: RequestRecord) -> AsyncGenerator[Tokens]:
     """The output in pieces, the last with finish_reason. Close the iterator (aclosing) to abort.
 
-    A lost instance means another attempt, as long as nothing of this one has gone out: for an answer in one piece that is
-    until its end. Then the pictures are let go of (job.sources is emptied). An attempt that found no room is repeated until
-    the request's deadline, which the gate watches.
+    A lost instance means another attempt, as long as nothing of this one has gone out to the client: for an answer in one
+    piece that is until its end. RESTARTED then says that what was yielded so far is void. Once something has gone out the
+    pictures are let go of (job.sources is emptied). An attempt that found no room is repeated until the request's deadline,
+    which the gate watches.
 
     Raises:
         TriptychError: the request ends in this error.
@@ -29,7 +30,8 @@ async def run_request(parts: Parts, job: Job, record: RequestRecord) -> AsyncGen
     num_failed = 0
     while True:
         attempt = record.begin_attempt()
-        held_back: list[Tokens] = []
+        if len(record.attempts) > 1:
+            yield RESTARTED
         is_out = False
         try:
             async with aclosing(AttemptRun(parts, job, record, attempt).tokens()) as pieces:
@@ -37,9 +39,8 @@ async def run_request(parts: Parts, job: Job, record: RequestRecord) -> AsyncGen
                     if job.is_streaming:
                         is_out = True
                         job.sources.clear()
-                        yield piece
-                    else:
-                        held_back.append(piece)
+                    yield piece
+            return
         except InstanceLost as error:
             _log.info("an attempt failed", request_id=attempt.request_id, code=error.code, instance_id=error.instance_id)
             if is_out:
@@ -47,12 +48,8 @@ async def run_request(parts: Parts, job: Job, record: RequestRecord) -> AsyncGen
             num_failed += error.code != STORE_FULL
             if num_failed >= parts.limits.max_attempts:
                 raise _given_up(parts, record) from error
-            continue
         finally:
             parts.release(attempt)
-        for piece in held_back:
-            yield piece
-        return
 
 
 def _given_up(parts: Parts, record: RequestRecord) -> TriptychError:

@@ -1,38 +1,32 @@
-"""One chat request at the HTTP edge: reads and checks it, runs it, writes the answer, and accounts for its end."""
+"""One request for text at the HTTP edge: reads and checks it, runs it, writes the answer, and accounts for its end."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from concurrent.futures import Executor
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
+from functools import partial
 
+import msgspec
 import structlog
-from fastapi.responses import JSONResponse
 from starlette.requests import Request
 from starlette.responses import Response
 
-from triptych.services.router.api_types import parse_chat
-from triptych.services.router.attempt import Job, Parts
-from triptych.services.router.client_link import BodyStore, ClientGoneError, read_body, while_connected
-from triptych.services.router.data_url import read_source
-from triptych.services.router.detokenizer import Detokenizer
+from triptych.services.router.asks import Ask, read_chat, read_completion
+from triptych.services.router.attempt import Job
+from triptych.services.router.choices import Choice, merged, pieces_of
+from triptych.services.router.client_link import ClientGoneError, read_body, while_connected
+from triptych.services.router.edge import Edge, Read
 from triptych.services.router.http_errors import as_typed, error_object, error_response
-from triptych.services.router.prompt import PromptBuilder
+from triptych.services.router.output import Output, Piece
 from triptych.services.router.record import Phase, RequestRecord
-from triptych.services.router.responses import Header, chunk, completion, trace, usage_chunk
-from triptych.services.router.retry import run_request
-from triptych.services.router.sse import DONE, EventStream, event
-from triptych.services.router.token_streams import Tokens
-from triptych.shared.errors import BadRequest, Overloaded, TriptychError
+from triptych.services.router.responses import DONE, Bodies, ChatBodies, CompletionBodies, trace_of, usage_of
+from triptych.services.router.sse import EventStream
+from triptych.shared.errors import TriptychError
 from triptych.shared.messages import FinishReason
-from triptych.shared.sampling_params import SamplingParams
-from triptych.shared.settings import Settings
 
-PREPARE_TIMEOUT_S = 10.0  # chosen: a prompt of 100 000 tokens takes under a second to render and tokenize
 SEND_GRACE_S = 5.0  # chosen: time after a request's deadline to get the last bytes to a slow client
-MIN_TEXT_CHARS, CHARS_PER_TOKEN = 1 << 16, 64  # chosen: no real text has longer tokens on average
 CLIENT_GONE_STATUS = 499  # nginx's code, for metrics only
 TRACE_HEADER = "x-triptych-trace"
 
@@ -40,44 +34,38 @@ _log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
-    """What a router serves."""
+class Api:
+    """One of the two forms of requests and answers."""
 
-    name: str
-    prompts: PromptBuilder
-
-
-@dataclass(frozen=True, slots=True)
-class Edge:
-    """What all sessions share. on_end: (record, status, finish_reason, phase before the end), called exactly once each."""
-
-    settings: Settings
-    model: Model
-    parts: Parts
-    workers: Executor
-    bodies: BodyStore
-    on_end: Callable[[RequestRecord, int, FinishReason | None, Phase], None]
+    id_prefix: str
+    read: Read[Ask]
+    bodies: type[Bodies]
 
 
-class ChatSession:
-    """`respond` once. The session is over when the response has been sent."""
+CHAT = Api("chatcmpl", read_chat, ChatBodies)
+COMPLETIONS = Api("cmpl", read_completion, CompletionBodies)
 
-    def __init__(self, edge: Edge, record: RequestRecord, request: Request) -> None:
+
+class Session:
+    """`respond` once. The session is over when the response has been sent. `record` is the first choice's."""
+
+    def __init__(self, edge: Edge, api: Api, record: RequestRecord, request: Request) -> None:
         self._edge = edge
+        self._api = api
         self._record = record
         self._request = request
         self._wants_trace = request.headers.get(TRACE_HEADER) == "1"
-        self._detokenizer = Detokenizer(edge.model.prompts.tokenizer)
-        self._header = Header(f"chatcmpl-{record.base_id}", int(time.time()), edge.model.name)
         self._body = b""
         self._num_body_bytes = 0
-        self._wants_usage = False
+        self._records = [record]
+        self._num_choices = 1
+        self._pieces: AsyncGenerator[Piece] | None = None
+        self._first: asyncio.Task[Piece] | None = None
         self._finish_reason: FinishReason | None = None
-        self._pieces: AsyncGenerator[Tokens] | None = None
         self._failure: TriptychError | None = None
 
     async def respond(self) -> Response:
-        """The answer, or an error as JSON: until the first token is there nothing is sent."""
+        """The answer, or an error as JSON: nothing is sent until the first token is there, or for ping_interval_s."""
         try:
             max_bytes, timeout_s = self._edge.settings.max_body_bytes, self._record.remaining_s(time.monotonic())
             self._body = await read_body(self._request, max_bytes, timeout_s, self._take_bytes)
@@ -98,14 +86,41 @@ class ChatSession:
         return response
 
     async def _respond(self) -> Response:
-        job = await self._prepare()
-        self._pieces = run_request(self._edge.parts, job, self._record)
-        first = await anext(self._pieces)
-        if not job.is_streaming:
-            return JSONResponse(await self._whole(first, self._pieces))
-        self._give_back_bytes()  # there will be no other attempt: the pictures are gone
+        body, self._body = self._body, b""  # pictures and all, it is let go of when it has been read
+        ask = await self._edge.in_worker(self._api.read, body)
+        self._num_choices = ask.generation.num_choices
+        bodies = self._api.bodies(
+            f"{self._api.id_prefix}-{self._record.base_id}",
+            int(time.time()),
+            self._edge.model.name,
+            self._edge.texts,
+            ask.generation.include_usage,
+        )
+        choices = self._choices(ask)
+        self._records = [choice.record for choice in choices]
+        self._pieces = pieces = merged([pieces_of(self._edge.parts, choice) for choice in choices])
+        if not ask.generation.stream:
+            return await self._whole(bodies, pieces)
+        self._first = first = asyncio.create_task(_next(pieces), name="first token")
+        ping_interval_s = self._edge.settings.ping_interval_s
+        await asyncio.wait({first}, timeout=ping_interval_s)
+        if first.done():
+            first.result()  # an error here still has a status of its own
         timeout_s = self._record.remaining_s(time.monotonic()) + SEND_GRACE_S
-        return EventStream(self._events(first, self._pieces), timeout_s, self._on_streamed)
+        events = self._events(bodies, first, pieces, ask.generation.include_usage)
+        return EventStream(events, timeout_s, ping_interval_s, self._on_streamed)
+
+    def _choices(self, ask: Ask) -> list[Choice]:
+        """Each is a request of its own to the stages: its record, its seed, its output."""
+        made: list[Choice] = []
+        generation, tokenizer = ask.generation, self._edge.model.prompts.tokenizer
+        for prompt in ask.prompts:
+            for i in range(generation.num_choices):
+                params = generation.params(i, self._edge.parts.limits.stop_token_ids)
+                job = Job(prompt, list(ask.sources), params, generation.stream, ask.param)
+                output = partial(Output, len(made), tokenizer, generation.stop, params.min_tokens)
+                made.append(Choice(job, self._record if not made else self._record.sibling(len(made)), output))
+        return made
 
     def _take_bytes(self, num_bytes: int) -> None:
         self._edge.bodies.take(num_bytes)
@@ -115,77 +130,43 @@ class ChatSession:
         self._edge.bodies.give_back(self._num_body_bytes)
         self._num_body_bytes = 0
 
-    async def _prepare(self) -> Job:
-        """Parsing, rendering and tokenizing may take long: not on the event loop. The body, pictures and all, is let go of."""
-        max_chars = max(MIN_TEXT_CHARS, CHARS_PER_TOKEN * self._edge.parts.limits.max_model_len())
-        call = self._edge.workers.submit(self._prepare_in_thread, self._body, max_chars)
-        self._body = b""
+    async def _whole(self, bodies: Bodies, pieces: AsyncGenerator[Piece]) -> Response:
+        whole = sorted([piece async for piece in pieces], key=lambda piece: piece.index)
+        self._finish_reason = whole[0].finish_reason
+        body = bodies.whole(whole, self._usage())
+        if self._wants_trace:
+            body["triptych"] = trace_of(self._record)
+        return Response(msgspec.json.encode(body), media_type="application/json")
+
+    async def _events(
+        self, bodies: Bodies, first: asyncio.Task[Piece], rest: AsyncGenerator[Piece], with_usage: bool
+    ) -> AsyncGenerator[bytes]:
         try:
-            async with asyncio.timeout(PREPARE_TIMEOUT_S):
-                return await asyncio.wrap_future(call)
-        except TimeoutError:
-            if call.cancel():  # it never began
-                raise Overloaded("too many prompts wait to be tokenized; try again later") from None
-            raise BadRequest("the prompt takes too long to tokenize; make it shorter", param="messages") from None
-
-    def _prepare_in_thread(self, body: bytes, max_chars: int) -> Job:
-        edge = self._edge
-        chat = parse_chat(body, edge.settings, max_chars)
-        if chat.model not in ("", edge.model.name):
-            raise BadRequest(
-                f"there is no model {chat.model} here; the model is {edge.model.name}",
-                code="model_not_found",
-                status=404,
-                param="model",
-            )
-        self._wants_usage = chat.include_usage
-        return Job(
-            prompt=edge.model.prompts.build(chat),
-            sources=[read_source(image, edge.settings.max_media_bytes) for image in chat.images],
-            sampling=SamplingParams(
-                max_tokens=chat.max_tokens or 0,
-                stop_token_ids=() if chat.ignore_eos else edge.parts.limits.stop_token_ids,
-                temperature=chat.temperature,
-                seed=chat.seed,
-            ),
-            is_streaming=chat.stream,
-        )
-
-    def _text(self, piece: Tokens) -> str:
-        self._record.num_output_tokens += len(piece.token_ids)
-        text = self._detokenizer.push(piece.token_ids)
-        if piece.finish_reason is None:
-            return text
-        self._finish_reason = piece.finish_reason
-        return text + self._detokenizer.finish()
-
-    async def _whole(self, first: Tokens, rest: AsyncIterator[Tokens]) -> dict[str, object]:
-        text = self._text(first)
-        async for piece in rest:
-            text += self._text(piece)
-        body = completion(self._header, text, self._finish_reason or "stop", self._record)
-        return {**body, "triptych": trace(self._record)} if self._wants_trace else body
-
-    async def _events(self, first: Tokens, rest: AsyncIterator[Tokens]) -> AsyncGenerator[bytes]:
-        try:
-            yield event(chunk(self._header, {"role": "assistant", "content": ""}, None, self._wants_usage)) + self._event(first)
+            opening = b"".join(map(bodies.opening, range(len(self._records))))
+            if opening and not first.done():
+                yield opening
+                opening = b""
+            yield opening + self._news(bodies, await first)
+            if len(self._records) == 1:
+                self._give_back_bytes()  # there will be no other attempt: the pictures are gone
             async for piece in rest:
-                if data := self._event(piece):
+                if data := self._news(bodies, piece):
                     yield data
         except Exception as error:
             self._failure = as_typed(error)
             self._tell(self._failure)
-            yield event(error_object(self._failure))
+            yield b"data: " + msgspec.json.encode(error_object(self._failure)) + b"\n\n"
             return
-        yield (event(usage_chunk(self._header, self._record)) if self._wants_usage else b"") + DONE
+        yield (bodies.usage_event(self._usage()) if with_usage else b"") + DONE
 
-    def _event(self, piece: Tokens) -> bytes:
-        text = self._text(piece)
-        data = event(chunk(self._header, {"content": text}, None, self._wants_usage)) if text else b""
+    def _news(self, bodies: Bodies, piece: Piece) -> bytes:
         if piece.finish_reason is None:
-            return data
-        last = chunk(self._header, {}, piece.finish_reason, self._wants_usage)
-        return data + event({**last, "triptych": trace(self._record)} if self._wants_trace else last)
+            return bodies.events(piece)
+        self._finish_reason = piece.finish_reason
+        return bodies.events(piece, trace_of(self._records[piece.index]) if self._wants_trace else None)
+
+    def _usage(self) -> dict[str, object]:
+        return usage_of(self._records, self._num_choices)
 
     def _tell(self, error: TriptychError) -> None:
         if error.status >= 500:
@@ -203,6 +184,9 @@ class ChatSession:
     async def _close(self, phase: Phase, status: int) -> None:
         """Whatever still runs for this request ends here: closing the iterator releases it at every instance."""
         try:
+            if self._first is not None:
+                self._first.cancel()
+                await asyncio.gather(self._first, return_exceptions=True)
             if self._pieces is not None:
                 await self._pieces.aclose()
         finally:
@@ -210,3 +194,7 @@ class ChatSession:
             before = self._record.phase
             if self._record.end(phase, time.monotonic()):
                 self._edge.on_end(self._record, status, self._finish_reason, before)
+
+
+async def _next(pieces: AsyncGenerator[Piece]) -> Piece:
+    return await anext(pieces)

@@ -1,25 +1,17 @@
-"""Server-sent events: one answer as `data:` events, ended by [DONE], or by an error event and nothing more."""
+"""Server-sent events: one answer as `data:` events and, in its silences, pings. Whole events come ready from session.py."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from typing import Any
 
-import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from triptych.services.router.client_link import ClientGoneError, while_connected
 
-DONE = b"data: [DONE]\n\n"
-_encode = msgspec.json.Encoder().encode
-
-
-def event(body: dict[str, Any]) -> bytes:
-    """One event; JSON has no line breaks, so one data line is enough."""
-    return b"data: " + _encode(body) + b"\n\n"
+PING = b": ping\n\n"  # a comment: clients and proxies see that the connection lives
 
 
 class EventStream(Response):
@@ -29,16 +21,21 @@ class EventStream(Response):
     Args:
         events: whole events, already encoded; handles its own errors.
         timeout_s: longest time to send them in: bounds a client that stays but doesn't read.
+        ping_interval_s: longest silence.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes], timeout_s: float, close: Callable[[bool], Awaitable[None]]) -> None:
+    def __init__(
+        self, events: AsyncGenerator[bytes], timeout_s: float, ping_interval_s: float, close: Callable[[bool], Awaitable[None]]
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
         self._timeout_s = timeout_s
+        self._ping_interval_s = ping_interval_s
         self._close = close
+        self._is_quiet = True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_sent = False
@@ -53,7 +50,20 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async with aclosing(self._events) as events:
-            async for piece in events:
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        pinging = asyncio.create_task(self._ping(send), name="pings")
+        try:
+            async with aclosing(self._events) as events:
+                async for piece in events:
+                    self._is_quiet = False
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+        finally:
+            pinging.cancel()
+            await asyncio.gather(pinging, return_exceptions=True)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _ping(self, send: Send) -> None:
+        while True:
+            self._is_quiet = True
+            await asyncio.sleep(self._ping_interval_s)
+            if self._is_quiet:
+                await send({"type": "http.response.body", "body": PING, "more_body": True})

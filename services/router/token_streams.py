@@ -28,6 +28,9 @@ class Tokens:
     logprobs: tuple[TokenLogprobs, ...] = ()
 
 
+RESTARTED = Tokens(())  # by identity: the request is attempted again, its output begins anew
+
+
 class TokenStream:
     """One request's tokens from one decode instance; the first one expected has seq 1 (0 came from prefill)."""
 

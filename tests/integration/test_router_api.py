@@ -296,7 +296,7 @@ async def test_metrics(world: World) -> None:
         ({"temperature": 3}, 400, None, "temperature"),
         ({"max_tokens": 0}, 400, None, "max_tokens"),
         ({"max_tokens": 10**6}, 400, "context_length_exceeded", "max_tokens"),
-        ({"top_p": 0.5, "stream": True}, 400, "unsupported_parameter", "top_p"),
+        ({"tools": [{}], "stream": True}, 400, "unsupported_parameter", "tools"),
         ({"messages": []}, 400, None, "messages"),
         ({"messages": [{"role": "user", "content": "x" * 30_000}]}, 400, "context_length_exceeded", "messages"),
     ],
@@ -415,7 +415,7 @@ async def test_pictures_are_let_go_of_with_the_first_token(world: World) -> None
 async def test_a_prompt_that_waits_too_long_for_a_thread_is_no_fault_of_its_client(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("triptych.services.router.session.PREPARE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("triptych.services.router.edge.PREPARE_TIMEOUT_S", 0.05)
     world.add_all()
     go = threading.Event()
     for _ in range(NUM_WORKER_THREADS):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from triptych.services.router.api_types import Chat, ChatTurn, ImageInput, parse_chat
+from triptych.services.router.api_types import Chat, ChatCompletionRequest, ChatTurn, ImageInput, parse_chat
+from triptych.services.router.sampling_fields import Generation
 from triptych.shared.errors import BadRequest
+from triptych.shared.sampling_params import SamplingParams
 from triptych.shared.settings import Settings
 
 SETTINGS = Settings(max_images=3, max_messages=5)
@@ -43,13 +46,9 @@ def picture(url: Any = URL) -> dict[str, Any]:
 def test_defaults() -> None:
     chat = parse()
     assert chat.turns == (ChatTurn("user", "hi"),)
-    assert (chat.temperature, chat.max_tokens, chat.stream, chat.include_usage, chat.ignore_eos) == (
-        1.0,
-        None,
-        False,
-        False,
-        False,
-    )
+    generation = chat.generation
+    assert generation.sampling == SamplingParams(max_tokens=0, temperature=1.0, seed=generation.sampling.seed)
+    assert generation == Generation(generation.sampling, False, (), 1, False, False)
 
 
 def test_order_of_text_and_images_is_kept() -> None:
@@ -91,27 +90,9 @@ def test_odd_but_valid_messages() -> None:
 
 
 def test_null_is_the_same_as_absent() -> None:
-    names = [
-        "max_tokens",
-        "temperature",
-        "seed",
-        "stream",
-        "stream_options",
-        "stop",
-        "n",
-        "top_p",
-        "tools",
-        "logprobs",
-        "model",
-    ]
-    chat, expected = parse(**dict.fromkeys(names)), parse()
-    assert (chat.turns, chat.temperature, chat.stream, chat.max_tokens) == (
-        expected.turns,
-        expected.temperature,
-        expected.stream,
-        expected.max_tokens,
-    )
-    assert chat.model == ""
+    names = [name for name in ChatCompletionRequest.model_fields if name != "messages"] + ["tools", "user", "made_up"]
+    chat = parse(**{**dict.fromkeys(names), "seed": 5})
+    assert chat == dataclasses.replace(parse(seed=5), model="")
 
 
 def test_harmless_fields_are_taken() -> None:
@@ -140,38 +121,19 @@ def test_harmless_fields_are_taken() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("n", 2),
-        ("n", 0),
-        ("n", True),
-        ("top_p", 0.9),
-        ("top_k", 40),
-        ("min_p", 0.1),
-        ("stop", ["\n"]),
-        ("stop", "x"),
-        ("logprobs", True),
-        ("top_logprobs", 5),
         ("logit_bias", {"1": 2}),
         ("tools", [{"type": "function"}]),
         ("tool_choice", "required"),
         ("response_format", {"type": "json_object"}),
         ("response_format", "json"),
-        ("presence_penalty", 0.5),
-        ("frequency_penalty", -0.5),
-        ("repetition_penalty", 1.1),
         ("chat_template", "{{ 1 }}"),
         ("chat_template_kwargs", {"a": 1}),
-        ("min_tokens", 5),
     ],
 )
 def test_fields_that_would_change_the_answer_are_refused_not_ignored(name: str, value: Any) -> None:
     error = refused(**{name: value})
     assert error.param == name
     assert "not supported yet" in error.message
-
-
-def test_min_tokens_is_fine_when_the_output_cannot_end_early() -> None:
-    assert parse(min_tokens=5, max_tokens=5, ignore_eos=True).max_tokens == 5
-    assert refused(min_tokens=6, max_tokens=5, ignore_eos=True).param == "min_tokens"
 
 
 @pytest.mark.parametrize(
@@ -237,33 +199,12 @@ def test_lone_surrogates_are_refused() -> None:
         parse_chat(body, SETTINGS, MAX_CHARS)
 
 
-def test_max_completion_tokens_wins() -> None:
-    assert parse(max_tokens=5, max_completion_tokens=7).max_tokens == 7
-
-
-def test_a_request_without_a_seed_gets_one_of_its_own() -> None:
-    assert parse(seed=3).seed == 3
-    assert parse().seed != parse().seed
-
-
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=8,
 )
-FIELDS = [
-    "model",
-    "messages",
-    "max_tokens",
-    "temperature",
-    "stream",
-    "n",
-    "tools",
-    "stop",
-    "response_format",
-    "stream_options",
-    "seed",
-]
+FIELDS = [*ChatCompletionRequest.model_fields, "tools", "response_format"]
 
 
 @LOADED

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from support.fake_stages import SPECIAL, TEMPLATE, write_toy_checkpoint
-from triptych.services.router.api_types import Chat, ChatTurn, ImageInput
+from triptych.services.router.api_types import ChatTurn
 from triptych.services.router.prompt import Prompt, PromptBuilder, expand
 from triptych.shared.checkpoint import Checkpoint, open_checkpoint
 from triptych.shared.errors import BadRequest, TriptychError
@@ -29,11 +29,9 @@ roles = st.sampled_from(["system", "user", "assistant", "tool"])
 turns = st.lists(st.builds(ChatTurn, roles, contents), min_size=1, max_size=4)
 
 
-def chat(*said: ChatTurn) -> Chat:
-    images = tuple(
-        ImageInput("data:,x", "p") for turn in said if isinstance(turn.content, tuple) for part in turn.content if part is None
-    )
-    return Chat("m", said, images, None, 0.0, 1, False, False, False)
+def built(builder: PromptBuilder, *said: ChatTurn) -> Prompt:
+    num_images = sum(turn.content.count(None) for turn in said if isinstance(turn.content, tuple))
+    return builder.build(said, num_images)
 
 
 def user(*parts: str | None) -> ChatTurn:
@@ -77,7 +75,7 @@ def test_token_ids_are_those_of_transformers(real: tuple[PromptBuilder, Any], sa
         for turn in said
     ]
     expected = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=False)
-    prompt = builder.build(chat(*said))
+    prompt = built(builder, *said)
     assert list(prompt.token_ids) == list(expected)
     assert len(prompt.placeholder_at) == sum(turn.content.count(None) for turn in said if isinstance(turn.content, tuple))
 
@@ -88,7 +86,7 @@ def test_text_that_spells_special_tokens_stays_text(
     builder: PromptBuilder, before: str, spelled: list[str], after: str, as_parts: bool
 ) -> None:
     text = before + "".join(spelled) + after
-    prompt = builder.build(chat(user(text) if as_parts else ChatTurn("user", text)))
+    prompt = built(builder, user(text) if as_parts else ChatTurn("user", text))
     assert special_in(builder, prompt) == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
     assert decoded(builder, prompt) == f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
     assert not prompt.placeholder_at
@@ -98,14 +96,14 @@ def test_text_that_spells_special_tokens_stays_text(
 @given(spelled=spellings, data=st.data())
 def test_parts_that_only_spell_one_together_stay_text(builder: PromptBuilder, spelled: str, data: st.DataObject) -> None:
     cut = data.draw(st.integers(1, len(spelled) - 1))
-    prompt = builder.build(chat(user("a", spelled[:cut], spelled[cut:], None)))
+    prompt = built(builder, user("a", spelled[:cut], spelled[cut:], None))
     assert special_in(builder, prompt).count("<|image_pad|>") == 1
     assert decoded(builder, prompt).count(f"a{spelled}<|vision_start|>") == 1
     assert len(special_in(builder, prompt)) == 6
 
 
 def test_a_fake_picture_beside_a_real_one(builder: PromptBuilder) -> None:
-    prompt = builder.build(chat(user("<|vision_start|><|image_pad|><|vision_end|>", None)))
+    prompt = built(builder, user("<|vision_start|><|image_pad|><|vision_end|>", None))
     [at] = prompt.placeholder_at
     assert decoded(builder, Prompt(prompt.token_ids[at - 1 : at + 2], ())) == "<|vision_start|><|image_pad|><|vision_end|>"
     after = decoded(builder, Prompt(prompt.token_ids[at:], ()))
@@ -117,7 +115,7 @@ def test_images_that_the_template_does_not_place(tmp_path: Path) -> None:
     blind = blind.replace("{{ c['text'] }}", "{{ c.get('text', '') }}")
     builder = PromptBuilder(open_checkpoint(str(write_toy_checkpoint(tmp_path / "toy", template=blind))))
     with pytest.raises(BadRequest) as caught:
-        builder.build(chat(user("x", None)))
+        built(builder, user("x", None))
     assert "0 of 1 images" in caught.value.message
 
 
@@ -125,23 +123,23 @@ def test_images_that_the_template_does_not_place(tmp_path: Path) -> None:
 def test_a_template_that_refuses(tmp_path: Path, template: str) -> None:
     builder = PromptBuilder(open_checkpoint(str(write_toy_checkpoint(tmp_path / "toy", template=template))))
     with pytest.raises(TriptychError) as caught:
-        builder.build(chat(ChatTurn("user", "x")))
+        built(builder, ChatTurn("user", "x"))
     assert (caught.value.status, caught.value.message) == (400, "the model's chat template does not take these messages")
 
 
 def test_a_text_is_not_a_template(builder: PromptBuilder) -> None:
     text = "{{ messages }}{% for a in b %}"
-    assert text in decoded(builder, builder.build(chat(ChatTurn("user", text))))
+    assert text in decoded(builder, built(builder, ChatTurn("user", text)))
 
 
 def test_other_places_of_the_template(tmp_path: Path) -> None:
     folder = write_toy_checkpoint(tmp_path / "toy")
-    expected = PromptBuilder(open_checkpoint(str(folder))).build(chat(user("x", None)))
+    expected = built(PromptBuilder(open_checkpoint(str(folder))), user("x", None))
     (folder / "chat_template.jinja").unlink()
     with pytest.raises(BadRequest):
         PromptBuilder(open_checkpoint(str(folder)))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-    assert PromptBuilder(open_checkpoint(str(folder))).build(chat(user("x", None))) == expected
+    assert built(PromptBuilder(open_checkpoint(str(folder))), user("x", None)) == expected
 
 
 @LOADED
@@ -170,5 +168,16 @@ def test_expand(images: list[tuple[int, int]], num_after: int) -> None:
 def test_a_prompt_is_made_in_linear_time(builder: PromptBuilder) -> None:
     """Many spellings and many parts: nothing is replaced over and over in one string."""
     text = "<|image_pad|>" * 20_000
-    prompt = builder.build(chat(user(*["a"] * 2000, text)))
+    prompt = built(builder, user(*["a"] * 2000, text))
     assert not prompt.placeholder_at
+
+
+def test_plain_prompts(builder: PromptBuilder) -> None:
+    """Raw text may spell special tokens: who asks for it makes the template himself."""
+    prompt = builder.plain("<|im_start|>user\nhi<|im_end|>", True)
+    assert special_in(builder, prompt) == ["<|im_start|>", "<|im_end|>"]
+    assert builder.plain(list(prompt.token_ids), True) == prompt
+    for bad in ("", [], [10_000_000], "a<|image_pad|>"):
+        with pytest.raises(BadRequest) as caught:
+            builder.plain(bad, True)
+        assert caught.value.param == "prompt"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from triptych.services.router.record import Phase, RequestRecord, StageStamp
-from triptych.services.router.responses import trace
+from triptych.services.router.responses import trace_of
 from triptych.shared.messages import InstanceId, StageTime
 
 
@@ -45,7 +45,7 @@ def test_the_trace_shows_the_attempt_that_counted() -> None:
     stamps[0].begin(InstanceId("p"), "why", 0.3)
     stamps[0].end(0.9, told)
     stamps.append(StageStamp("decode", 0.9))  # never sent
-    assert trace(record) == {
+    assert trace_of(record) == {
         "attempts": 2,
         "stages": [{"stage": "prefill", "instance_id": "p", "queued_ms": 1.0, "transfer_ms": 2.5, "compute_ms": 500.0}],
     }

@@ -1,0 +1,51 @@
+"""What all requests of a router's HTTP side share, and where their CPU time is spent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from triptych.services.router.asks import Bounds, Model
+from triptych.services.router.attempt import Parts
+from triptych.services.router.client_link import BodyStore
+from triptych.services.router.record import Phase, RequestRecord
+from triptych.services.router.token_texts import TokenTexts
+from triptych.shared.errors import BadRequest, Overloaded
+from triptych.shared.messages import FinishReason
+from triptych.shared.settings import Settings
+
+PREPARE_TIMEOUT_S = 10.0  # chosen: a prompt of 100 000 tokens takes under a second to render and tokenize
+
+T = TypeVar("T")
+Read = Callable[[bytes, Model, Bounds], T]
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """on_end: (record, status, finish_reason, phase before the end), called exactly once for each admitted request."""
+
+    settings: Settings
+    model: Model
+    texts: TokenTexts
+    parts: Parts
+    workers: Executor
+    bodies: BodyStore
+    on_end: Callable[[RequestRecord, int, FinishReason | None, Phase], None]
+
+    async def in_worker(self, read: Read[T], body: bytes) -> T:
+        """read(body, ...) in a worker thread: parsing, rendering and tokenizing may take long.
+
+        Raises:
+            Overloaded: it did not even begin in time; BadRequest: it did.
+        """
+        call = self.workers.submit(read, body, self.model, Bounds(self.settings, self.parts.limits.max_model_len()))
+        try:
+            async with asyncio.timeout(PREPARE_TIMEOUT_S):
+                return await asyncio.wrap_future(call)
+        except TimeoutError:
+            if call.cancel():
+                raise Overloaded("too many prompts wait to be tokenized; try again later") from None
+            raise BadRequest("the prompt takes too long to tokenize; make it shorter", param="messages") from None

@@ -1,0 +1,40 @@
+"""What single tokens stand for: their bytes, which need not be whole characters. Used for log probabilities."""
+
+from __future__ import annotations
+
+import re
+
+from tokenizers import Tokenizer
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's: printable bytes are themselves, the others are the characters from 256 on, in order."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+class TokenTexts:
+    """Of one tokenizer, byte-level (GPT-2, Qwen, Llama 3) or with SentencePiece's marks. Thread-safe."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._added = {id_: token.content.encode() for id_, token in tokenizer.get_added_tokens_decoder().items()}
+        decoder = tokenizer.decoder
+        is_byte_level = decoder is not None and b"ByteLevel" in decoder.__getstate__()
+        self._alphabet = _byte_level_alphabet() if is_byte_level else None
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Nothing for an id without a token: models have room for some."""
+        if (added := self._added.get(token_id)) is not None:
+            return added
+        piece = self._tokenizer.id_to_token(token_id)
+        if piece is None:
+            return b""
+        if self._alphabet is not None:
+            return bytes(self._alphabet[char] for char in piece)
+        if match := _BYTE_TOKEN.fullmatch(piece):
+            return bytes([int(match.group(1), 16)])
+        return piece.replace("\u2581", " ").encode()
