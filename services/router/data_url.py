@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import binascii
 from dataclasses import dataclass
 from urllib.parse import unquote_to_bytes
@@ -17,7 +16,9 @@ NO_URL_TEXT = (
     "a path or bare base64 is neither"
 )
 MAX_ESCAPES = 1 << 18  # measured: 0.13 s and 60 MB to decode; what base64 needs escaped does not count
-_BASE64_ESCAPES = {b"%2b": b"+", b"%2f": b"/", b"%3d": b"=", b"%0a": b"", b"%0d": b"", b"%20": b""}
+PIECE_CHARS = 1 << 18  # measured: under 1 ms to decode
+_BASE64_ESCAPES = {"%2b": "+", "%2f": "/", "%3d": "=", "%0a": "", "%0d": "", "%20": ""}
+_PADDING = "= \t\r\n\x0b\x0c"
 _WHITESPACE = b" \t\r\n\x0b\x0c"
 _URL_SAFE = bytes.maketrans(b"-_", b"+/")
 
@@ -65,23 +66,36 @@ def decode_data_url(url: str, param: str) -> bytes:
     head, comma, body = url.partition(",")
     if not comma:
         raise _broken(param)
-    content = body.encode(errors="replace")
-    is_base64 = head.rsplit(";", 1)[-1].strip().lower() == "base64"
-    if is_base64:
-        for escape, character in _BASE64_ESCAPES.items():
-            content = content.replace(escape, character).replace(escape.upper(), character)
-    if content.count(b"%") > MAX_ESCAPES:
-        raise _broken(param)
-    content = unquote_to_bytes(content)
-    if is_base64:
-        packed = content.translate(_URL_SAFE, _WHITESPACE).rstrip(b"=")
-        try:
-            content = base64.b64decode(packed + b"=" * (-len(packed) % 4), validate=True)
-        except (binascii.Error, ValueError) as error:
-            raise _broken(param) from error
+    try:
+        is_base64 = head.rsplit(";", 1)[-1].strip().lower() == "base64"
+        content = _from_base64(body) if is_base64 else _unescaped(body)
+    except (binascii.Error, ValueError) as error:
+        raise _broken(param) from error
     if not content:
         raise _broken(param)
     return content
+
+
+def _from_base64(body: str) -> bytes:
+    """In pieces: other threads, the event loop's above all, wait while a C function works on one."""
+    if "%" in body:
+        for escape, character in _BASE64_ESCAPES.items():
+            body = body.replace(escape, character).replace(escape.upper(), character)
+        body = _unescaped(body).decode("latin-1")
+    body = body.rstrip(_PADDING)
+    out, rest = bytearray(), b""
+    for start in range(0, len(body), PIECE_CHARS):
+        piece = rest + body[start : start + PIECE_CHARS].encode("latin-1").translate(_URL_SAFE, _WHITESPACE)
+        whole = len(piece) // 4 * 4
+        out += binascii.a2b_base64(piece[:whole], strict_mode=True)
+        rest = piece[whole:]
+    return bytes(out + binascii.a2b_base64(rest + b"=" * (-len(rest) % 4), strict_mode=True))
+
+
+def _unescaped(body: str) -> bytes:
+    if body.count("%") > MAX_ESCAPES:
+        raise ValueError
+    return unquote_to_bytes(body.encode(errors="replace"))
 
 
 def _broken(param: str) -> BadRequest:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import random
 from urllib.parse import quote
 
 import pytest
@@ -45,6 +46,16 @@ SHORT = base64.b64encode(b"1").decode()
 )
 def test_variants(url: str) -> None:
     assert read_source(ImageInput(url, "p"), 1000) == ImageSource("p", content=RAW)
+
+
+@pytest.mark.parametrize("num_bytes", [1 << 18, 300_000, 300_001, 300_002])
+def test_large_ones_come_in_pieces(num_bytes: int) -> None:
+    raw = random.Random(0).randbytes(num_bytes)
+    packed = base64.encodebytes(raw).decode()  # lines of 77: no piece ends at a whole number of bytes
+    for text in (packed, packed.rstrip("=\n"), packed.replace("\n", ""), quote(packed, safe="")):
+        assert decode_data_url(f"data:image/png;base64,{text}", "p") == raw
+    with pytest.raises(BadRequest):
+        decode_data_url(f"data:image/png;base64,{packed[:300_000]}={packed[300_000:]}", "p")
 
 
 def test_missing_padding_of_each_length() -> None:
