@@ -56,6 +56,7 @@ from triptych.shared.messages import (
     stream_subject,
 )
 from triptych.shared.registry import Registry
+from triptych.shared.sampling_params import SamplingParams, TokenLogprobs
 from triptych.shared.service import ServiceContext
 from triptych.shared.settings import Settings
 
@@ -215,7 +216,9 @@ class FakeStage:
             case EncodeRequest():
                 return EncodeReply(self.ref("embeddings"), self.time("encoder"))
             case PrefillRequest():
-                return self.prefilled(self.world.answer_ids[0])
+                first = self.world.answer_ids[0]
+                [logprobs] = logprobs_of(request.sampling, first) or (None,)
+                return msgspec.structs.replace(self.prefilled(first), logprobs=logprobs)
             case DecodeRequest():
                 self.spawn(self.stream(request, self.world.answer_ids[1:]))
                 return Accepted()
@@ -242,12 +245,19 @@ class FakeStage:
         """Tokens one by one, then the end."""
         limit = request.sampling.max_tokens - 1
         for seq, token_id in enumerate(token_ids[:limit], start=1):
-            await self.send(request, seq, [token_id])
+            await self.send(request, seq, [token_id], logprobs=logprobs_of(request.sampling, token_id))
             await asyncio.sleep(0)
         if end:
             reason: Any = "length" if len(token_ids) > limit else "stop"
             count = min(len(token_ids), limit)
             await self.send(request, count + 1, finish_reason=reason, time=self.time("decode"))
+
+
+def logprobs_of(sampling: SamplingParams, token_id: int) -> tuple[TokenLogprobs, ...]:
+    """Of one token, if asked for: its own is minus its id, and the top ones are token 0, 1, 2, ..."""
+    if sampling.num_logprobs is None:
+        return ()
+    return (TokenLogprobs(-float(token_id), tuple((i, -0.5 * i) for i in range(sampling.num_logprobs))),)
 
 
 class World:

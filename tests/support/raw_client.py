@@ -35,5 +35,10 @@ class RawClient:
                 choices = json.loads(line[6:])["choices"]
                 count -= bool(choices and choices[0]["delta"].get("content"))
 
+    async def read_line(self, beginning: str) -> None:
+        """Reads until a line begins so."""
+        while not (line := await asyncio.wait_for(self._reader.readline(), IO_TIMEOUT_S)).startswith(beginning.encode()):
+            assert line, "the server closed the stream"
+
     def cut(self) -> None:
         self._writer.transport.abort()
