@@ -111,6 +111,18 @@ class Reference:
             num_image_tokens=int(inputs["mm_token_type_ids"].sum()),
         )
 
+    @torch.inference_mode()
+    def logprobs(self, case: Case, token_ids: list[int]) -> torch.Tensor:
+        """Of every token of the vocabulary at the place of each of these output tokens: [len(token_ids), vocabulary]."""
+        inputs = self.inputs(case)
+        num_prompt_tokens = inputs["input_ids"].shape[1]
+        said = torch.tensor([token_ids])
+        inputs["input_ids"] = torch.cat([inputs["input_ids"], said], dim=1)
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        inputs["mm_token_type_ids"] = torch.cat([inputs["mm_token_type_ids"], torch.zeros_like(said).int()], dim=1)
+        logits = self._load()(**inputs).logits[0, num_prompt_tokens - 1 : -1]
+        return torch.log_softmax(logits.float(), dim=-1)
+
     def _load(self) -> Any:
         if self._model is None:
             with warnings.catch_warnings():
