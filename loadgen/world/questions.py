@@ -131,7 +131,13 @@ def _list(scene: Scene, rng: np.random.Generator) -> Question | None:
 
 
 def _yesno(scene: Scene, rng: np.random.Generator) -> Question:
-    """Half yes, half no; a no is mostly a near miss: a colour or a kind of shape that is in the picture, with another one."""
+    answer, name = _there_or_not(scene, rng)
+    return say("yesno", answer, rng, a_thing=with_article(name))
+
+
+def _there_or_not(scene: Scene, rng: np.random.Generator) -> tuple[str, str]:
+    """Yes or no, half each, and what is asked for: for a no mostly a near miss, a colour or a kind of shape that is in the
+    picture, with another one."""
     name = _name if rng.random() < 0.75 else _kind
     shape = pick(scene.shapes, rng)
     names = {name(shape) for shape in scene.shapes}
@@ -140,7 +146,7 @@ def _yesno(scene: Scene, rng: np.random.Generator) -> Question:
         color = pick(COLORS, rng) if rng.random() < 0.55 else pick(scene.shapes, rng).color
         kind = pick(SHAPES, rng) if rng.random() < 0.55 else pick(scene.shapes, rng).kind
         shape = replace(shape, color=color, kind=kind)
-    return say("yesno", answer, rng, a_thing=with_article(name(shape)))
+    return answer, name(shape)
 
 
 def _one_picture(scene: Scene, rng: np.random.Generator) -> Question:
@@ -201,6 +207,17 @@ def _shape_in(scenes: Sequence[Scene], rng: np.random.Generator) -> Question | N
     return say("shape_in", shape.kind, rng, color=shape.color, number=number + 1)
 
 
+def _count_in(scenes: Sequence[Scene], rng: np.random.Generator) -> Question:
+    number = int(rng.integers(len(scenes)))
+    return say("count_in", len(scenes[number].shapes), rng, number=number + 1)
+
+
+def _yesno_in(scenes: Sequence[Scene], rng: np.random.Generator) -> Question:
+    number = int(rng.integers(len(scenes)))
+    answer, name = _there_or_not(scenes[number], rng)
+    return say("yesno_in", answer, rng, a_thing=with_article(name), number=number + 1)
+
+
 def _list_in(scenes: Sequence[Scene], rng: np.random.Generator) -> Question | None:
     number = int(rng.integers(len(scenes)))
     scene = scenes[number]
@@ -225,5 +242,7 @@ _ASK_MANY: dict[str, Callable[[Sequence[Scene], np.random.Generator], Question |
     "have_color": _have_color,
     "color_in": _color_in,
     "shape_in": _shape_in,
+    "count_in": _count_in,
+    "yesno_in": _yesno_in,
     "list_in": _list_in,
 }

@@ -21,6 +21,8 @@ MANY_PICTURES = {
     "have_color": 1.3,
     "color_in": 1.3,
     "shape_in": 1.3,
+    "count_in": 0.6,
+    "yesno_in": 1.5,
     "list_in": 1.3,
 }
 TEXT = {"day": 0.6, "larger": 1.3, "repeat": 1.0, "sort": 1.3, "add": 1.3}
@@ -44,6 +46,8 @@ WORDINGS: dict[str, tuple[str, ...]] = {
     "have_color": ("How many pictures have {a_color} shape?",),
     "color_in": ("What color is the {thing} in picture {number}?",),
     "shape_in": ("What shape is in picture {number}?", "What shape is {color} in picture {number}?"),
+    "count_in": ("How many shapes are in picture {number}?",),
+    "yesno_in": ("Is there {a_thing} in picture {number}?",),
     "list_in": ("Describe picture {number}.",),
     "day": ("What day comes after {day}?",),
     "larger": ("Which is larger, {first} or {second}?",),

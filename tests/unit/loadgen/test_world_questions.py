@@ -113,6 +113,8 @@ MANY: dict[str, Callable[..., object]] = {
     r"What color is the (.+) in picture (\d)\?": lambda scenes, words, k: the(scenes[int(k) - 1], words).color,
     r"What shape is in picture (\d)\?": lambda scenes, k: the(scenes[int(k) - 1], "shape").kind,
     r"What shape is (.+) in picture (\d)\?": lambda scenes, words, k: the(scenes[int(k) - 1], words).kind,
+    r"How many shapes are in picture (\d)\?": lambda scenes, k: len(scenes[int(k) - 1].shapes),
+    r"Is there an? (.+) in picture (\d)\?": lambda scenes, words, k: "yes" if fit(scenes[int(k) - 1], words) else "no",
     r"Describe picture (\d)\.": lambda scenes, k: whole(scenes[int(k) - 1]),
 }
 ALONE: dict[str, Callable[..., object]] = {
@@ -163,7 +165,16 @@ def test_both_spellings_are_asked_and_one_is_answered() -> None:
 
 @pytest.mark.parametrize(
     ("task", "at_most"),
-    [("yesno", 0.5), ("which", 0.42), ("count", 0.34), ("count_color", 0.48), ("have_shape", 0.38), ("have_color", 0.45)],
+    [
+        ("yesno", 0.5),
+        ("yesno_in", 0.5),
+        ("count_in", 0.55),
+        ("which", 0.42),
+        ("count", 0.34),
+        ("count_color", 0.48),
+        ("have_shape", 0.38),
+        ("have_color", 0.45),
+    ],
 )
 def test_no_answer_is_much_more_frequent_than_the_others(task: str, at_most: float) -> None:
     assert chance(task) == pytest.approx(at_most, abs=0.04)
