@@ -6,6 +6,7 @@ A picture in whose decoding a worker ends is tried once more; one that takes too
 from __future__ import annotations
 
 import fcntl
+import logging
 import mmap
 import os
 import signal
@@ -29,6 +30,8 @@ WALL_FACTOR = 3  # chosen: a worker that gets less than a third of a core is on 
 END_TIMEOUT_S = 10.0  # chosen: a killed process of gigabytes is gone in well under a second
 SLOW_TEXT = "the image takes too long to decode: save it again in an ordinary way"
 BUSY_TEXT = "the server has no time to decode the image now: try again later"
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +104,10 @@ class DecodeProcess:
         except OSError:
             answer = b""
         if not answer:
-            if self._end() == -signal.SIGXCPU:
+            status = self._end()
+            if status == -signal.SIGXCPU:
                 raise BadRequest(SLOW_TEXT, code="invalid_image", param=param)
+            log.warning("a decode worker ended with status %s in the middle of an image", status)
             raise _WorkerLostError
         return msgspec.msgpack.decode(answer, type=DecodeAnswer)
 

@@ -60,7 +60,7 @@ def serve(jobs: socket.socket) -> None:
 
 
 def _answer(job: DecodeJob, descriptor: int) -> DecodeAnswer:
-    _allow_cpu_s(job.cpu_s)
+    _limit(resource.RLIMIT_CPU, math.ceil(time.process_time() + job.cpu_s))  # the kernel ends us with SIGXCPU then
     # Pillow itself refuses what is over twice this, where opening costs memory already; decode_image's check comes after it
     Image.MAX_IMAGE_PIXELS = job.options.max_image_pixels
     error: TriptychError
@@ -77,10 +77,10 @@ def _answer(job: DecodeJob, descriptor: int) -> DecodeAnswer:
     return DecodeAnswer(error=error.to_wire())
 
 
-def _allow_cpu_s(cpu_s: float) -> None:
-    """From now on; the kernel ends us with SIGXCPU then."""
-    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time() + cpu_s), hard))
+def _limit(kind: int, most: int) -> None:
+    """Whatever stricter limit is there stays."""
+    _, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 def main() -> None:
@@ -91,8 +91,8 @@ def main() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         sys.exit(1)  # the parent died before the kernel knew
-    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _limit(resource.RLIMIT_AS, memory_bytes)
+    _limit(resource.RLIMIT_CORE, 0)
     warnings.simplefilter("ignore")  # a client's broken EXIF block is nothing for our log
     logging.disable()
     serve(jobs)

@@ -162,7 +162,9 @@ async def test_of_decode_workers(mortal_cluster: Cluster, reference: Reference, 
 
         async def check_mended(_killed_s: float) -> None:
             for _ in range(3):
-                await load.reach(len(load.results) + NUM_CLIENTS)
+                await load.reach(
+                    len(load.results) + 2 * NUM_CLIENTS
+                )  # the second half of them were decoded after the last kill
                 kill()
 
         await run_load_and_kill(load, kill, check_mended)

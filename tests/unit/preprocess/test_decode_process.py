@@ -244,12 +244,14 @@ def test_closing_ends_a_picture_under_way(make: Make, sent: threading.Semaphore,
 
 
 OWNER = """
-import time
+import resource, time
 from triptych.services.preprocess.decode import DecodeOptions
 from triptych.services.preprocess.decode_process import DecodeProcess
 from triptych.shared.checkpoint import ImageOptions
 from triptych.shared.errors import BadRequest
-process = DecodeProcess(30.0, 1 << 30)
+resource.setrlimit(resource.RLIMIT_CPU, (100, 100))
+resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+process = DecodeProcess(1000.0, 1 << 40)
 try:
     process.decode(b"", DecodeOptions(ImageOptions(14, 2, 2, 1, 1, (0.5,) * 3, (0.5,) * 3), "", 1), "")
 except BadRequest:
@@ -259,7 +261,7 @@ time.sleep(60)
 
 
 def test_a_worker_dies_with_its_parent() -> None:
-    """Also when both have no time to say good-bye."""
+    """Also when both have no time to say good-bye. (Stricter limits of the machine are kept to.)"""
     with subprocess.Popen([sys.executable, "-P", "-c", OWNER], stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
         pid = int(owner.stdout.readline())
