@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from support.odd_pictures import GREY, png
 from triptych.services.preprocess.decode import (
     BROKEN_TEXT,
     EMPTY_TEXT,
@@ -288,7 +289,7 @@ def test_too_thin_is_refused(size: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("side", [12_000, 20_000])
 def test_bombs_are_refused_by_their_header(side: int) -> None:
-    assert _refusal(_file(Image.new("1", (side, side)))).code == "image_too_large"
+    assert _refusal(png((side, side), 1, GREY, [])).code == "image_too_large"
 
 
 @pytest.mark.parametrize("format", FORMATS)

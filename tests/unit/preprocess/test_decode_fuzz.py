@@ -106,7 +106,7 @@ def _with_right_sums(data: bytearray) -> bytes:
     return bytes(data)
 
 
-@pytest.mark.parametrize("num_files", [3000, pytest.param(100_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_files", [1500, pytest.param(100_000, marks=pytest.mark.long)])
 def test_mutated_files(process: DecodeProcess, num_files: int) -> None:
     rng = random.Random(num_files)
     pid = process.pid

@@ -137,7 +137,7 @@ def test_too_much_cpu_time_is_the_pictures_fault(make: Make) -> None:
     process = make(cpu_s=0.1)
     pid = process.pid
     with pytest.raises(BadRequest) as caught:
-        process.decode(_png(Image.new("RGB", (8000, 8000))), OPTIONS, "p")
+        process.decode(_png(Image.new("LA", (8000, 8000))), OPTIONS, "p")
     assert (caught.value.code, caught.value.message, caught.value.param) == ("invalid_image", SLOW_TEXT, "p")
     assert process.decode(PICTURE, OPTIONS, "p").info.num_tokens
     assert process.pid != pid
