@@ -60,13 +60,14 @@ R = TypeVar("R", bound=Message)
 @dataclass(frozen=True, slots=True)
 class Job:
     """What is to be answered. sampling.max_tokens 0: what the context leaves. is_streaming: tokens go out as they come, so
-    that after the first one no other attempt is possible. sources: the pictures, kept while another attempt may need them.
-    param: the prompt's field in the request, for errors."""
+    that after the first one no other attempt is possible. is_watched: they are looked at as they come, since a stop string may
+    end the output. sources: the pictures, kept while another attempt may need them. param: the prompt's field, for errors."""
 
     prompt: Prompt
     sources: list[ImageSource]
     sampling: SamplingParams
     is_streaming: bool
+    is_watched: bool = False
     param: str = "messages"
 
 
@@ -120,7 +121,8 @@ class AttemptRun:
         if first.kv is None:
             raise InternalError("a prefill instance neither ended the output nor handed over its KV")
         self.record.move(Phase.DECODE)
-        with self.parts.streams.open(self.attempt.request_id, sampling.max_tokens) as stream:
+        whole = not (self.job.is_streaming or self.job.is_watched)
+        with self.parts.streams.open(self.attempt.request_id, sampling.max_tokens, whole) as stream:
             decode_id = await self._start_decode(first.kv, first.first_token, prefill_id, sampling)
             stamp = self.attempt.stamps[-1]
             with self.parts.book.hold(decode_id, "decode", first.kv.num_computed_tokens):

@@ -32,12 +32,16 @@ RESTARTED = Tokens(())  # by identity: the request is attempted again, its outpu
 
 
 class TokenStream:
-    """One request's tokens from one decode instance; the first one expected has seq 1 (0 came from prefill)."""
+    """One request's tokens from one decode instance; the first one expected has seq 1 (0 came from prefill). whole: nobody
+    wants them before the last."""
 
-    def __init__(self, max_tokens: int) -> None:
+    def __init__(self, max_tokens: int, whole: bool = False) -> None:
         self.instance_id: InstanceId | None = None
         self._max_tokens = max_tokens
+        self._whole = whole
         self._arrived = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self._heard_at_s = 0.0
         self.expect(None)
 
     def expect(self, instance_id: InstanceId | None) -> None:
@@ -54,6 +58,7 @@ class TokenStream:
         """Take a chunk; what comes after the end is ignored."""
         if self._last is not None or self._error is not None:
             return
+        self._heard_at_s = asyncio.get_running_loop().time()
         if chunk.error is not None:
             self._error = from_wire(chunk.error)
         elif chunk.seq != self._next_seq:
@@ -68,6 +73,8 @@ class TokenStream:
             self._logprobs += chunk.logprobs
             if chunk.finish_reason is not None:
                 self._last = chunk
+            elif self._whole or not chunk.token_ids:
+                return
         self._arrived.set()
 
     def fail(self, error: TriptychError) -> None:
@@ -76,36 +83,51 @@ class TokenStream:
             self._error = error
             self._arrived.set()
 
+    def close(self) -> None:
+        """Nobody waits any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
     async def next(self, remaining_s: float) -> Tokens:
-        """What came since the last call, waiting for it.
+        """What came since the last call, waiting for it. After an error there is nothing more.
 
         Raises:
             InstanceLost: nothing came for SILENCE_S, not even a sign of life; or tokens are missing.
-            DeadlineExceeded: the request's remaining_s are over.
+            DeadlineExceeded: the request's remaining_s (those of the first call) are over.
             TriptychError: what the instance reported.
         """
-        until_s = asyncio.get_running_loop().time() + remaining_s
-        while True:
-            left_s = until_s - asyncio.get_running_loop().time()
-            if left_s <= 0:
-                raise DeadlineExceeded("the request's time ran out")
-            try:
-                async with asyncio.timeout(min(SILENCE_S, left_s)):
-                    await self._arrived.wait()
-            except TimeoutError:
-                if left_s > SILENCE_S:
-                    raise InstanceLost("a decode instance went silent") from None
-                continue
-            token_ids, self._token_ids = tuple(self._token_ids), []
-            logprobs, self._logprobs = tuple(self._logprobs), []
-            if self._last is not None:
-                return Tokens(token_ids, self._last.finish_reason, self._last.time, logprobs)
-            if not token_ids and self._error is not None:
-                raise self._error
-            if self._error is None:
-                self._arrived.clear()
-            if token_ids:
-                return Tokens(token_ids, logprobs=logprobs)
+        if not self._arrived.is_set():
+            self._watch(remaining_s)
+            await self._arrived.wait()  # bounded by the timer
+        token_ids, self._token_ids = tuple(self._token_ids), []
+        logprobs, self._logprobs = tuple(self._logprobs), []
+        if self._last is not None:
+            return Tokens(token_ids, self._last.finish_reason, self._last.time, logprobs)
+        if self._error is None:
+            self._arrived.clear()
+        elif not token_ids:
+            raise self._error
+        return Tokens(token_ids, logprobs=logprobs)
+
+    def _watch(self, remaining_s: float) -> None:
+        """One timer for all tokens: each would be a good part of a token's cost."""
+        if self._timer is None:
+            now_s = asyncio.get_running_loop().time()
+            self._heard_at_s = max(self._heard_at_s, now_s)
+            self._arm(now_s + remaining_s)
+
+    def _arm(self, until_s: float) -> None:
+        when_s = min(until_s, self._heard_at_s + SILENCE_S)
+        self._timer = asyncio.get_running_loop().call_at(when_s, self._on_timer, until_s)
+
+    def _on_timer(self, until_s: float) -> None:
+        now_s = asyncio.get_running_loop().time()
+        if now_s >= until_s:
+            self.fail(DeadlineExceeded("the request's time ran out"))
+        elif now_s >= self._heard_at_s + SILENCE_S:
+            self.fail(InstanceLost("a decode instance went silent"))
+        else:
+            self._arm(until_s)
 
 
 class TokenStreams:
@@ -118,12 +140,13 @@ class TokenStreams:
         return len(self._streams)
 
     @contextmanager
-    def open(self, request_id: RequestId, max_tokens: int) -> Iterator[TokenStream]:
+    def open(self, request_id: RequestId, max_tokens: int, whole: bool = False) -> Iterator[TokenStream]:
         """Open before the decode request is sent: its first tokens may come before its reply."""
-        stream = self._streams[request_id] = TokenStream(max_tokens)
+        stream = self._streams[request_id] = TokenStream(max_tokens, whole)
         try:
             yield stream
         finally:
+            stream.close()
             del self._streams[request_id]
 
     def expect(self, request_id: RequestId, instance_id: InstanceId) -> None:

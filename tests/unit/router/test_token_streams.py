@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
@@ -105,8 +106,37 @@ async def test_silence_and_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None
         streams.expect(REQUEST, DECODE)
         with pytest.raises(DeadlineExceeded):
             await stream.next(0.02)
-        monkeypatch.setattr(token_streams, "SILENCE_S", 0.02)
-        with pytest.raises(InstanceLost, match="silent"):
-            await stream.next(60)
+    monkeypatch.setattr(token_streams, "SILENCE_S", 0.02)
+    with streams.open(REQUEST, max_tokens=9) as stream:
+        streams.expect(REQUEST, DECODE)
         streams.on_event(batch(chunk(1, 4)))
         assert await stream.next(60) == Tokens((4,))
+        with pytest.raises(InstanceLost, match="silent"):
+            await stream.next(60)
+
+
+async def test_signs_of_life_are_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_streams, "SILENCE_S", 0.2)
+    streams = TokenStreams()
+    with streams.open(REQUEST, max_tokens=9) as stream:
+        streams.expect(REQUEST, DECODE)
+        waiting = asyncio.create_task(stream.next(60))
+        until_s = time.monotonic() + 0.5
+        while time.monotonic() < until_s:
+            streams.on_event(batch(chunk(1)))
+            await asyncio.sleep(0.01)
+        streams.on_event(batch(chunk(1, 4)))
+        assert await waiting == Tokens((4,))
+
+
+async def test_a_whole_output_comes_in_one() -> None:
+    streams = TokenStreams()
+    with streams.open(REQUEST, max_tokens=9, whole=True) as stream:
+        streams.expect(REQUEST, DECODE)
+        waiting = asyncio.create_task(stream.next(60))
+        for seq in (1, 2, 3):
+            streams.on_event(batch(chunk(seq, 10 + seq)))
+            await asyncio.sleep(0)
+        assert not waiting.done()
+        streams.on_event(batch(chunk(4, finish_reason="stop")))
+        assert await waiting == Tokens((11, 12, 13), "stop")
