@@ -52,7 +52,7 @@ gpu-check: setup  ## the tests that need a CUDA device
 check: setup types  ## format, lint, types, fast tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy $(SOURCE:%=build/types/triptych/%)
+	$(BIN)/mypy $(SOURCE:%=build/types/triptych/%) deploy/demo
 	$(PYTEST) --numprocesses $(JOBS) $(FAST)
 
 format: setup  ## rewrite the files as `make check` wants them

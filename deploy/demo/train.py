@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # absent with PYTHONSAFEPATH
 
 import torch
 from training.recipe import STANDARD
-from training.trainer import Setup, Trainer
+from training.trainer import Setup, StateMismatch, Trainer
 
 NUM_HELD_OUT_BATCHES = 60  # 20 rows each: a few hundred questions of nearly every task
 
@@ -42,7 +42,10 @@ def main() -> None:
         num_held_out_batches=NUM_HELD_OUT_BATCHES,
         report=_report,
     )
-    Trainer(recipe, arguments.seed, setup).run()
+    try:
+        Trainer(recipe, arguments.seed, setup).run()
+    except StateMismatch as mismatch:
+        sys.exit(str(mismatch))
 
 
 def _arguments() -> argparse.Namespace:

@@ -1,0 +1,1 @@
+"""Measures a checkpoint of the demo's world: what evaluate.py and the tests share."""
