@@ -60,6 +60,7 @@ class Settings(BaseSettings):
     decode_memory_bytes: int = Field(2 << 30, ge=128 << 20, description="address space of one of them; 64 Mpx take 1.2 GB")
 
     # time
+    body_timeout_s: float = Field(30.0, gt=0, description="how long the body of a request may take to arrive")
     request_timeout_s: float = Field(120.0, gt=0, description="deadline of a request")
     ping_interval_s: float = Field(10.0, gt=0, description="longest silence in a stream, the wait for its first token included")
     stage_wait_s: float = Field(20.0, ge=0, description="how long a request waits for an absent stage before 503")

@@ -46,6 +46,7 @@ from triptych.shared.messages import (
 from triptych.shared.service import Report, ServiceApp, ServiceContext
 from triptych.shared.settings import Settings
 
+ARRIVING_FACTOR = 4  # chosen: requests known to us, those whose body is still arriving included, in multiples of max_inflight
 NUM_WORKER_THREADS = 2  # chosen: parsing and tokenizing; more would only take turns at the interpreter lock
 
 _log = structlog.get_logger(__name__)
@@ -71,7 +72,8 @@ class RouterService:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._running: _Running | None = None
-        self._inflight: dict[str, RequestRecord] = {}
+        self._inflight: dict[str, RequestRecord] = {}  # those still arriving included
+        self._num_admitted = 0
         self._workers = ThreadPoolExecutor(NUM_WORKER_THREADS, thread_name_prefix="prepare")
         self.app = FastAPI(title="Triptych", summary="OpenAI-compatible chat with pictures")
         install_error_handlers(self.app)
@@ -106,7 +108,7 @@ class RouterService:
         )
         bodies = BodyStore(max(self._settings.body_store_bytes, self._settings.max_body_bytes))
         model, texts = Model(checkpoint.name, prompts), TokenTexts(prompts.tokenizer)
-        edge = Edge(self._settings, model, texts, parts, self._workers, bodies, self._on_end)
+        edge = Edge(self._settings, model, texts, parts, self._workers, bodies, self._admit, self._on_end)
         self._running = _Running(context, checkpoint, parts, edge, RouterMetrics(context.metrics), releases)
 
     async def handle(self, request: InstanceRequest) -> Message | None:
@@ -138,25 +140,36 @@ class RouterService:
     # --- its paths ------------------------------------------------------------------------------------------------------
 
     async def answer(self, api: Api, request: Request) -> Response:
-        """Admit, or refuse at the door."""
+        """Answer, or refuse at the door."""
         running = self._running
         try:
             if running is None:
                 raise Overloaded("the server is starting")
             if running.context.is_draining:
                 raise Overloaded("the server is shutting down; try another one", retry_after_s=1)
-            if len(self._inflight) >= self._settings.max_inflight:
-                raise Overloaded(f"{self._settings.max_inflight} requests are being served; try again later")
+            self._check_room()
+            if len(self._inflight) >= ARRIVING_FACTOR * self._settings.max_inflight:
+                raise Overloaded("too many requests are arriving; try again later")
         except Overloaded as error:
             if running is not None:
                 running.metrics.rejections.inc()
                 running.metrics.requests.labels(error.status, "").inc()
             return error_response(error)
         now_s = time.monotonic()
-        record = RequestRecord(self.new_request_id(), now_s, now_s + self._settings.request_timeout_s)
+        record = RequestRecord(self.new_request_id(), now_s, now_s + self._settings.request_timeout_s, Phase.ARRIVING)
         self._inflight[record.base_id] = record
         running.metrics.inflight.labels("router").set(len(self._inflight))
         return await Session(running.edge, api, record, request).respond()
+
+    def _check_room(self) -> None:
+        if self._num_admitted >= self._settings.max_inflight:
+            raise Overloaded(f"{self._settings.max_inflight} requests are being served; try again later")
+
+    def _admit(self, record: RequestRecord) -> None:
+        """A place inside is for requests that have arrived: slow senders don't keep others out."""
+        self._check_room()
+        record.move(Phase.ADMITTED)
+        self._num_admitted += 1
 
     async def tokenize(self, request: Request) -> Response:
         """Not counted among the requests inside: it touches no stage."""
@@ -217,6 +230,7 @@ class RouterService:
 
     def _on_end(self, record: RequestRecord, status: int, finish_reason: FinishReason | None, before: Phase) -> None:
         del self._inflight[record.base_id]
+        self._num_admitted -= before is not Phase.ARRIVING
         if self._running is not None:
             self._running.metrics.on_end(record, status, finish_reason, before)
             self._running.metrics.inflight.labels("router").set(len(self._inflight))

@@ -25,7 +25,8 @@ Read = Callable[[bytes, Model, Bounds], T]
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """on_end: (record, status, finish_reason, phase before the end), called exactly once for each admitted request."""
+    """admit: called when a request's body is there; raises Overloaded when too many are inside. on_end: (record, status,
+    finish_reason, phase before the end), called exactly once for each request, admitted or not."""
 
     settings: Settings
     model: Model
@@ -33,6 +34,7 @@ class Edge:
     parts: Parts
     workers: Executor
     bodies: BodyStore
+    admit: Callable[[RequestRecord], None]
     on_end: Callable[[RequestRecord, int, FinishReason | None, Phase], None]
 
     async def in_worker(self, read: Read[T], body: bytes) -> T:

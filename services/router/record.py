@@ -18,6 +18,7 @@ STAGES: tuple[Stage, ...] = ("preprocess", "encoder", "prefill", "decode")
 class Phase(Enum):
     """Where a request is. Its images are preprocessed and encoded side by side, so these two stages are one phase."""
 
+    ARRIVING = "arriving"
     ADMITTED = "admitted"
     MEDIA = "media"
     PREFILL = "prefill"
@@ -29,6 +30,7 @@ class Phase(Enum):
 
 _ENDS = {Phase.FINISHED, Phase.FAILED, Phase.CANCELLED}
 _NEXT: dict[Phase, set[Phase]] = {
+    Phase.ARRIVING: {Phase.ADMITTED},
     Phase.ADMITTED: {Phase.MEDIA},
     Phase.MEDIA: {Phase.PREFILL, Phase.MEDIA},  # MEDIA again: the next attempt
     Phase.PREFILL: {Phase.DECODE, Phase.FINISHED, Phase.MEDIA},

@@ -67,8 +67,10 @@ class Session:
     async def respond(self) -> Response:
         """The answer, or an error as JSON: nothing is sent until the first token is there, or for ping_interval_s."""
         try:
-            max_bytes, timeout_s = self._edge.settings.max_body_bytes, self._record.remaining_s(time.monotonic())
-            self._body = await read_body(self._request, max_bytes, timeout_s, self._take_bytes)
+            settings = self._edge.settings
+            timeout_s = min(settings.body_timeout_s, self._record.remaining_s(time.monotonic()))
+            self._body = await read_body(self._request, settings.max_body_bytes, timeout_s, self._take_bytes)
+            self._edge.admit(self._record)
             response = await while_connected(self._request.receive, self._respond())
         except ClientGoneError:
             await self._close(Phase.CANCELLED, CLIENT_GONE_STATUS)

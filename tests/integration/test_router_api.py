@@ -351,7 +351,7 @@ async def test_a_body_over_the_bound_is_answered_before_it_is_read(checkpoint: P
 
 async def test_a_body_that_does_not_arrive(checkpoint: Path) -> None:
     """A slow client does not keep a place inside for ever."""
-    async with World(checkpoint, request_timeout_s=0.2) as world:
+    async with World(checkpoint, body_timeout_s=0.2) as world:
         reader, writer = await asyncio.open_connection(*world.url.removeprefix("http://").split(":"))
         writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
         head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
@@ -486,6 +486,29 @@ async def test_too_many_inside(checkpoint: Path) -> None:
         assert refused.headers["retry-after"] == "1"
         go.set()
         assert (await first).status_code == 200
+        await world.settled()
+
+
+async def test_slow_senders_do_not_keep_others_out(checkpoint: Path) -> None:
+    """A place inside is taken when the body is there; those that are still arriving have a bound of their own."""
+    async with World(checkpoint, max_inflight=2) as world:
+        world.add_all()
+        writers = []
+        for _ in range(7):
+            _, writer = await asyncio.open_connection(*world.url.removeprefix("http://").split(":"))
+            writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+            writers.append(writer)
+        await until(lambda: world.router.report().loads[0].num_running == 7, "seven bodies are arriving")
+        assert (await world.ask()).status_code == 200
+        _, writer = await asyncio.open_connection(*world.url.removeprefix("http://").split(":"))
+        writers.append(writer)
+        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        await until(lambda: world.router.report().loads[0].num_running == 8, "eight bodies are arriving")
+        refused = await world.ask()
+        assert refused.status_code == 503
+        assert "arriving" in error_of(refused)["message"]
+        for writer in writers:
+            writer.close()
         await world.settled()
 
 
