@@ -107,7 +107,8 @@ class DecodeProcess:
             status = self._end()
             if status == -signal.SIGXCPU:
                 raise BadRequest(SLOW_TEXT, code="invalid_image", param=param)
-            log.warning("a decode worker ended with status %s in the middle of an image", status)
+            if not self._is_closed:
+                log.warning("a decode worker ended with status %s in the middle of an image", status)
             raise _WorkerLostError
         return msgspec.msgpack.decode(answer, type=DecodeAnswer)
 
