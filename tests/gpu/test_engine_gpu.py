@@ -5,16 +5,31 @@ Needs little beside torch and transformers; skipped without a device.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import queue
 import random
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
-from support.engine_cases import MAX_TOKENS, Case, Model, finish, new_sequence, output, random_case, release, run_random_chunks
+from support.engine_cases import (
+    MAX_TOKENS,
+    Case,
+    Model,
+    finish,
+    new_sequence,
+    output,
+    picture_info,
+    random_case,
+    release,
+    run_random_chunks,
+    step,
+)
 from triptych.loadgen.checkpoint import make_checkpoint
 from triptych.shared.checkpoint import Checkpoint, open_checkpoint
 from triptych.shared.engine.api import Chunk, Sequence
@@ -25,6 +40,7 @@ from triptych.shared.settings import Settings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
+WAIT_S = 60.0
 GREEDY = SamplingParams(max_tokens=MAX_TOKENS)
 
 
@@ -68,6 +84,66 @@ def test_blocks_pass_through_host_memory_to_a_second_engine(checkpoint: Checkpoi
         finish(second, [arrived])
         assert case.answer.difference(output(arrived)) is None
         release(first, [sequence])
+
+
+def test_images_of_many_requests_are_encoded_as_each_alone(checkpoint: Checkpoint, cases: list[Case]) -> None:
+    engine = load_engine(checkpoint, Settings(device="cuda", kv_cache_bytes=64 << 20))
+    described = [picture_info(picture, checkpoint) for case in cases for picture in case.pictures]
+    alone = [engine.encode([info], [pixels])[0] for info, pixels in described]
+    rng = random.Random(0)
+    for count in (2, 3, 8, 16, len(described)):
+        batch = rng.sample(range(len(described)), count)
+        together = engine.encode([described[i][0] for i in batch], [described[i][1] for i in batch])
+        for i, embeddings in zip(batch, together, strict=True):
+            torch.testing.assert_close(embeddings, alone[i], rtol=1e-4, atol=1e-4)
+
+
+def test_hand_off_beside_running_batches(checkpoint: Checkpoint, cases: list[Case]) -> None:
+    """As instances do it: blocks are exported and imported by other threads while both engines run other requests."""
+    first, second = (load_engine(checkpoint, Settings(device="cuda", kv_cache_bytes=64 << 20)) for _ in range(2))
+    second.block_pool.allocate(3)  # other block ids than in the first
+    arrived: queue.Queue[tuple[int, Sequence]] = queue.Queue()
+
+    def hand_off(index: int, sequence: Sequence) -> None:
+        shape, dtype = first.exported_shape(len(sequence.block_table))
+        blocks = first.export_blocks(sequence.block_table, torch.empty(shape, dtype=dtype))
+        second.import_blocks(blocks, tables[index])
+        tokens = [*[0] * sequence.num_prompt_tokens, sequence.token_ids[-1]]
+        copy = Sequence(RequestId("r"), tokens, sequence.num_prompt_tokens, GREEDY, [], tables[index], len(tokens) - 1)
+        copy.position_delta = sequence.position_delta
+        arrived.put((index, copy))
+
+    def decode() -> dict[int, Sequence]:
+        done: dict[int, Sequence] = {}
+        running: dict[int, Sequence] = {}
+        while len(done) < len(cases):
+            with contextlib.suppress(queue.Empty):
+                while len(running) + len(done) < len(cases):
+                    running.update([arrived.get(block=not running, timeout=WAIT_S)])
+            step(second, list(running.values()), {})
+            done |= {i: s for i, s in running.items() if s.num_output_tokens == s.sampling.max_tokens}
+            running = {i: s for i, s in running.items() if i not in done}
+        return done
+
+    for _ in range(5):
+        sequences = [new_sequence(first, checkpoint, case, GREEDY) for case in cases]
+        tables = [second.block_pool.allocate(len(sequence.block_table)) for sequence in sequences]
+        with ThreadPoolExecutor(5) as threads:
+            decoding = threads.submit(decode)
+            handed = []
+            for index in range(0, len(sequences), 4):
+                group = sequences[index : index + 4]
+                while any(sequence.num_output_tokens == 0 for sequence in group):
+                    step(first, [s for s in group if s.num_output_tokens == 0], {0: 13, 1: 50})
+                handed += [threads.submit(hand_off, index + i, sequence) for i, sequence in enumerate(group)]
+            for future in handed:
+                future.result(WAIT_S)
+            done = decoding.result(WAIT_S)
+        wrong = [i for i, case in enumerate(cases) if case.answer.difference(output(done[i])) is not None]
+        assert not wrong, f"{wrong} differ, first tokens {[output(done[i])[:2] for i in wrong]}"
+        release(first, sequences)
+        for table in tables:
+            second.block_pool.free(table)
 
 
 def test_bfloat16_runs(checkpoint: Checkpoint, cases: list[Case]) -> None:
