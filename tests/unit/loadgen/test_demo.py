@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from PIL import Image, ImageChops
 from rich.console import Console
 
 from triptych.loadgen import demo
@@ -36,3 +37,10 @@ async def test_the_trained_checkpoint_comes_first(tmp_path: Path, monkeypatch: p
         folder.mkdir(parents=True)
         (folder / "config.json").write_text("{}")
         assert await demo.choose_checkpoint(Console()) == folder
+
+
+def test_the_readme_shows_what_the_demo_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    drawn, _ = demo.draw_pictures()
+    with Image.open(drawn) as ours, Image.open(Path(__file__).parents[3] / "docs" / drawn.name) as shown:
+        assert ImageChops.difference(ours, shown).getbbox() is None
