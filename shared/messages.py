@@ -13,8 +13,7 @@ import msgspec
 from triptych.shared.errors import InternalError, TriptychError, WireError
 from triptych.shared.sampling_params import SamplingParams, TokenLogprobs
 
-InstanceId = NewType("InstanceId", str)
-"""One life of one process, such as `encoder-0-5f3a2c1b`: slot name and incarnation. A restarted process has a new one."""
+InstanceId = NewType("InstanceId", str)  # one life of one process, `encoder-0-5f3a2c1b`: slot name and incarnation
 RequestId = NewType("RequestId", str)
 TensorId = NewType("TensorId", str)
 
@@ -181,8 +180,8 @@ class PrefillReply(Message, frozen=True):
 
 
 class DecodeRequest(Message, frozen=True):
-    """Continue after first_token. Token chunks go to stream_subject(router_id), first one with seq 1. prompt_token_set: only
-    with a repetition penalty, the prompt's token ids as bits, that of token t is 1 << (t % 8) in byte t // 8."""
+    """Continue after first_token. Chunks go to stream_subject(router_id), the first with seq 1, in few if `whole`.
+    prompt_token_set: only with a repetition penalty, the prompt's token ids as bits (see token_set.py)."""
 
     request_id: RequestId
     router_id: InstanceId
@@ -192,6 +191,7 @@ class DecodeRequest(Message, frozen=True):
     sampling: SamplingParams
     timeout_s: float
     prompt_token_set: bytes = b""
+    whole: bool = False
 
 
 class Accepted(Message, frozen=True):

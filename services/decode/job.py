@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from triptych.shared.engine.api import Sequence
 from triptych.shared.messages import DecodeRequest, InstanceId, StageTime
+from triptych.shared.sampling_params import TokenLogprobs
 
 
 @dataclass(slots=True, eq=False)
@@ -17,7 +18,8 @@ class DecodeJob:
     blocks, or was preempted.
 
     joined: set when it runs for the first time. finished: set after its last chunk, or with the error that ends it. While
-    is_in_step the engine thread uses its blocks: a job that leaves then is freed when that ends. Times are monotonic.
+    is_in_step the engine thread uses its blocks: a job that leaves then is freed when that ends. unsent: output tokens after
+    the first num_sent of this stage. Times are monotonic.
     """
 
     request: DecodeRequest
@@ -32,6 +34,9 @@ class DecodeJob:
     transfer_s: float = 0.0
     begun_at_s: float | None = None
     last_sign_at_s: float = 0.0
+    unsent: list[int] = field(default_factory=list)
+    unsent_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    num_sent: int = 0
 
     @property
     def num_kv_bytes(self) -> int:

@@ -26,6 +26,7 @@ from triptych.shared.policies.batching import finish_reason
 IN_HAND_SHARE = 4  # chosen: pulled KV that waits for blocks is at most the pool's size divided by this
 SIGN_OF_LIFE_S = 2.0  # chosen: below any router's patience with a silent stream
 SIGN_CHECK_S = 0.5  # chosen
+WHOLE_CHUNK_TOKENS = 16  # chosen: of an output that is only wanted whole; each message costs the router a good part of a ms
 
 _log = structlog.get_logger(__name__)
 
@@ -148,31 +149,31 @@ class DecodeRole:
             return
         sequence, limit = job.sequence, self._context.max_model_len
         reason = finish_reason(sequence.sampling, outcome, sequence.num_output_tokens + 1, len(sequence.token_ids) + 1, limit)
-        self._send(job, () if reason == "stop" else (outcome,), reason)
         sequence.token_ids.append(outcome)
+        if reason != "stop":
+            job.unsent.append(outcome)
+            job.unsent_logprobs += [] if sequence.logprobs is None else [sequence.logprobs]
+        if reason is not None or len(job.unsent) >= (WHOLE_CHUNK_TOKENS if job.request.whole else 1):
+            self._send(job, reason)
         if reason is not None:
             self._batch.leave(job)
             settle(job.finished, None)
 
-    def _send(
-        self,
-        job: DecodeJob,
-        token_ids: tuple[int, ...] = (),
-        reason: FinishReason | None = None,
-        error: TriptychError | None = None,
-    ) -> None:
+    def _send(self, job: DecodeJob, reason: FinishReason | None = None, error: TriptychError | None = None) -> None:
         now_s = time.monotonic()
         job.last_sign_at_s = now_s
         is_last = reason is not None or error is not None
         chunk = TokenChunk(
             request_id=job.request.request_id,
-            seq=job.sequence.num_output_tokens,
-            token_ids=token_ids,
-            logprobs=(job.sequence.logprobs,) if token_ids and job.sequence.logprobs is not None else (),
+            seq=1 + job.num_sent,
+            token_ids=tuple(job.unsent),
+            logprobs=tuple(job.unsent_logprobs),
             finish_reason=reason,
             error=None if error is None else error.to_wire(),
             time=job.time(self._context.instance_id, now_s) if is_last else None,
         )
+        job.num_sent += len(job.unsent)
+        job.unsent, job.unsent_logprobs = [], []
         self._outbox.add(job.request.router_id, chunk)
 
     async def _give_signs_of_life(self) -> None:

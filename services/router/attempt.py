@@ -70,6 +70,11 @@ class Job:
     is_watched: bool = False
     param: str = "messages"
 
+    @property
+    def is_whole(self) -> bool:
+        """Nobody looks at the output before its end."""
+        return not (self.is_streaming or self.is_watched)
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -121,8 +126,7 @@ class AttemptRun:
         if first.kv is None:
             raise InternalError("a prefill instance neither ended the output nor handed over its KV")
         self.record.move(Phase.DECODE)
-        whole = not (self.job.is_streaming or self.job.is_watched)
-        with self.parts.streams.open(self.attempt.request_id, sampling.max_tokens, whole) as stream:
+        with self.parts.streams.open(self.attempt.request_id, sampling.max_tokens, self.job.is_whole) as stream:
             decode_id = await self._start_decode(first.kv, first.first_token, prefill_id, sampling)
             stamp = self.attempt.stamps[-1]
             with self.parts.book.hold(decode_id, "decode", first.kv.num_computed_tokens):
@@ -267,6 +271,7 @@ class AttemptRun:
                 sampling=sampling,
                 timeout_s=self._remaining_s(),
                 prompt_token_set=token_set(self.job.prompt.token_ids) if sampling.repetition_penalty != 1 else b"",
+                whole=self.job.is_whole,
             )
             return await self._ask(beat, request, Accepted)
 

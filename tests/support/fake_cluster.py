@@ -194,11 +194,13 @@ class FakeCluster:
     async def prefill(self, name: str, request: PrefillRequest) -> PrefillReply:
         return cast(PrefillReply, await self.bus.request(InstanceId(name), request, WAIT_S))
 
-    async def decode(self, name: str, request: PrefillRequest, reply: PrefillReply, timeout_s: float = WAIT_S) -> None:
+    async def decode(
+        self, name: str, request: PrefillRequest, reply: PrefillReply, timeout_s: float = WAIT_S, whole: bool = False
+    ) -> None:
         assert reply.kv is not None
         decode = DecodeRequest(
             request.request_id, request.router_id, reply.kv, reply.first_token, request.prompt.num_tokens,
-            request.sampling, timeout_s,
+            request.sampling, timeout_s, whole=whole,
         )  # fmt: skip
         assert isinstance(await self.bus.request(InstanceId(name), decode, WAIT_S), Accepted)
 

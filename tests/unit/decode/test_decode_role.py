@@ -12,7 +12,16 @@ from support.fake_cluster import ROUTER, FakeCluster, FakeHost, error_of, text_r
 from support.fake_engine import FakeEngine, expected_tokens
 from triptych.services.decode import role as decode_role
 from triptych.services.decode.job import DecodeJob
-from triptych.shared.messages import InstanceId, KvRef, Lost, PrefillReply, PrefillRequest, ReleaseRequest, RequestId
+from triptych.shared.messages import (
+    InstanceId,
+    KvRef,
+    Lost,
+    PrefillReply,
+    PrefillRequest,
+    ReleaseRequest,
+    RequestId,
+    stream_subject,
+)
 
 Started = tuple[FakeCluster, FakeHost, FakeHost]
 
@@ -378,6 +387,17 @@ async def test_random_releases_leak_nothing() -> None:
     for batch in range(10):
         requests = [text_request(f"r{batch}-{i}", [1 + i % 17] * (1 + i % 17), 12) for i in range(20)]
         await asyncio.gather(*(one(request, next(turns)) for request in requests))
+    await cluster.stop()
+
+
+@pytest.mark.parametrize("num_tokens", [2, 17, 40])
+async def test_an_output_that_is_wanted_whole_comes_in_few_chunks(num_tokens: int) -> None:
+    cluster, _, _ = await start()
+    request = text_request("r", [1, 2, 3], num_tokens)
+    await cluster.decode("d", request, await cluster.prefill("p", request), whole=True)
+    assert (await cluster.finished("r")).token_ids == expected_tokens([1, 2, 3], 0, num_tokens)[1:]
+    sizes = [len(chunk.token_ids) for batch in cluster.bus.events[stream_subject(ROUTER)] for chunk in batch.chunks]  # type: ignore[union-attr]
+    assert len(sizes) == -(-(num_tokens - 1) // decode_role.WHOLE_CHUNK_TOKENS)
     await cluster.stop()
 
 
