@@ -304,6 +304,9 @@ QUESTIONS += (
     Asked(("sun", "gray_frame", "sky"), "have_shape", "How many pictures have a circle?", "2"),
     Asked(("sun", "gray_frame", "sky"), "shape_in", "What shape is in picture 2?", "square"),
     Asked(("pink_outline", "two_pink_circles"), "have_color", "How many pictures have a pink shape?", "2"),
+    Asked(("sail", "tall_card"), "count_in", "How many shapes are in picture 1?", "2"),
+    Asked(("sail", "tall_card"), "yesno_in", "Is there a green triangle in picture 1?", "yes"),
+    Asked(("red_circle", "blue_x"), "yesno_in", "Is there a red circle in picture 2?", "no"),
     Asked(("sail", "tall_card"), "shape_in", "What shape is purple in picture 1?", "square"),
     Asked(("sail", "tall_card"), "color_in", "What colour is the square in picture 2?", "yellow"),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from typing import Any
 
 import pytest
@@ -184,11 +185,12 @@ async def test_a_lost_owner_is_told_as_instance_lost() -> None:
     await cluster.stop()
 
 
-async def test_an_unknown_owner_is_told_as_instance_lost() -> None:
+async def test_an_owner_that_has_ended_is_told_as_instance_lost() -> None:
     cluster, _, _ = await start()
     request = text_request("r", [1, 2, 3])
     reply = await cluster.prefill("p", request)
     assert reply.kv is not None
+    cluster.registry.on_event(Lost(InstanceId("nobody"), "nobody", 1, expected=False), time.monotonic())
     tensor = {name: getattr(reply.kv.tensor, name) for name in reply.kv.tensor.__struct_fields__} | {"owner": "nobody"}
     await cluster.decode("d", request, changed(reply, tensor=type(reply.kv.tensor)(**tensor)))
     stream = await cluster.finished("r")
