@@ -57,7 +57,7 @@ class Peers:
     def is_local(self) -> bool:
         return self.owner is self.puller
 
-    async def pull(self, ref: TensorRef, timeout_s: float = 5.0, release: bool = True) -> torch.Tensor:
+    async def pull(self, ref: TensorRef, timeout_s: float = 20.0, release: bool = True) -> torch.Tensor:
         return await self.puller.pull(ref, self.owner.address, timeout_s, release)
 
     async def settled(self, bytes_used: int = 0, num_leases: int = 0) -> None:
@@ -121,7 +121,7 @@ async def test_a_given_tensor_must_fit(peers: Peers) -> None:
     ref = await peers.owner.put(torch.zeros(4, 4), REQUEST, 30.0)
     for out in (torch.zeros(16), torch.zeros(4, 4, dtype=torch.int32), torch.zeros(4, 8)[:, ::2]):
         with pytest.raises(InternalError):
-            await peers.puller.pull(ref, peers.owner.address, 5.0, out=out)
+            await peers.puller.pull(ref, peers.owner.address, 20.0, out=out)
     await peers.pull(ref)
 
 
