@@ -37,7 +37,7 @@ async def test_64_requests_of_4_pictures_at_once(cluster: Cluster, reference: Re
         assert same >= NUM_REQUESTS - 2
         took_s = await watch.until_at_rest(5, "after 64 requests with 4 pictures each")
         print(f"slowest of 64: {max(answer.seconds for answer in loaded):.1f} s; at rest {took_s:.1f} s after the last")
-        assert {name: beat.resources.pid for name, beat in watch.living().items()} == pids, "a process was started anew"
+        assert pids.items() <= {name: beat.resources.pid for name, beat in watch.living().items()}.items(), "a process was lost"
 
 
 @pytest.mark.timeout(120)

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from support.cluster import Cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 100
+ANSWER = "a red circle and a blue square"  # as the README promises
 DEMO_TIMEOUT_S = 240  # it starts a cluster of its own
 
 
@@ -25,6 +27,12 @@ def _example(start: str, cluster: Cluster) -> str:
     [block] = [block for block in blocks if block.startswith(start)]
     assert "http://127.0.0.1:8000" in block
     return str(block).replace("http://127.0.0.1:8000", cluster.url)
+
+
+@pytest.fixture(scope="module")
+def demo_cluster(start_cluster: Callable[..., Cluster]) -> Cluster:
+    """Of the trained checkpoint, as the README has it."""
+    return start_cluster(model_dir=ROOT / "deploy" / "demo" / "checkpoint")
 
 
 @pytest.fixture
@@ -44,14 +52,14 @@ def _run(command: list[str], folder: Path) -> str:
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl here")
-def test_curl_example(cluster: Cluster, folder: Path) -> None:
-    answer = json.loads(_run(["bash", "-c", _example("curl", cluster)], folder))
-    assert answer["choices"][0]["message"]["content"], answer
+def test_curl_example(demo_cluster: Cluster, folder: Path) -> None:
+    answer = json.loads(_run(["bash", "-c", _example("curl", demo_cluster)], folder))
+    assert answer["choices"][0]["message"]["content"] == ANSWER, answer
     assert answer["usage"]["prompt_tokens_details"]["image_tokens"] > 0, answer
 
 
-def test_sdk_example(cluster: Cluster, folder: Path) -> None:
-    assert _run([sys.executable, "-c", _example("import base64", cluster)], folder).strip()
+def test_sdk_example(demo_cluster: Cluster, folder: Path) -> None:
+    assert _run([sys.executable, "-c", _example("import base64", demo_cluster)], folder).strip() == "picture 2"
 
 
 @pytest.mark.long
