@@ -32,8 +32,7 @@ MIN_CARD_QUESTIONS = 200  # of each task
 
 def main() -> int:
     arguments = _arguments()
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
+    torch.set_num_threads(arguments.threads)
     answerer = Answerer(arguments.checkpoint)
     scores = [] if arguments.drawings else _score_tasks(answerer, arguments)
     drawings = _score_drawings(answerer) if arguments.drawings or arguments.card else None
@@ -55,15 +54,24 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, metavar="DIR")
-    parser.add_argument("--questions", type=int, default=200, help="of each task; default: 200")
+    parser.add_argument(
+        "--questions", type=int, default=200, metavar="N", choices=range(1, 1001), help="of each task; default: 200"
+    )
     parser.add_argument("--seed", type=int, default=0, help="other seeds give other questions")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS, metavar="TASK", help=f"of: {', '.join(TASKS)}")
-    parser.add_argument("--threads", type=int, default=0, help="of the CPU; default: all")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=1,
+        help="of the CPU; default: 1, since more help little and wait for each other on a busy machine",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there too")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--drawings", action="store_true", help="ask about the tests' hand-drawn pictures instead")
     what.add_argument("--card", action="store_true", help="write the numbers, drawings too, into the model card")
     arguments = parser.parse_args()
+    if not (arguments.checkpoint / "config.json").is_file():
+        parser.error(f"{arguments.checkpoint} holds no checkpoint")
     if arguments.card and (arguments.questions < MIN_CARD_QUESTIONS or set(arguments.tasks) != set(TASKS)):
         parser.error(f"--card wants all tasks and at least {MIN_CARD_QUESTIONS} questions of each")
     return arguments

@@ -46,7 +46,7 @@ class Oracle:
 
 def _evaluate(monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
     monkeypatch.setattr(evaluate, "Answerer", Oracle)
-    monkeypatch.setattr(sys, "argv", ["evaluate.py", "anywhere", *options])
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", str(CHECKPOINT), *options])
     return evaluate.main()
 
 
@@ -74,9 +74,12 @@ def test_drawings_are_asked_about(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 
 @pytest.mark.parametrize("options", [("--questions", "199"), ("--tasks", "day")])
-def test_a_card_wants_all_of_it(options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_card_wants_all_of_it(
+    options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         _evaluate(monkeypatch, "--card", *options)
+    assert "--card wants all tasks and at least 200 questions of each" in capsys.readouterr().err
 
 
 def test_the_card_has_a_row_for_each_advertised_task(tmp_path: Path) -> None:
