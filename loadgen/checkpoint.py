@@ -1,7 +1,8 @@
 """Seeded random Qwen2.5-VL-architecture checkpoints with everything that goes with one: tokenizer, processor, template.
 
-`tiny` is for tests, `bench` for measurements. They answer nonsense, but nonsense that depends on every token and picture,
-with well separated logits, so that equality of tokens is a sharp test. They load in plain transformers.
+`tiny` is for tests, the others for measurements; `smollm2-135m` has that model's text dimensions. They answer nonsense, but
+nonsense that depends on every token and picture, with well separated logits, so that equality of tokens is a sharp test. They
+load in plain transformers.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -18,7 +19,7 @@ from blake3 import blake3
 if TYPE_CHECKING:
     import torch
 
-Kind = Literal["tiny", "bench"]
+Kind = Literal["tiny", "bench", "smollm2-135m"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 # Qwen2.5's special tokens, in its order
@@ -93,11 +94,13 @@ class _Shape:
     vision_num_heads: int
     vision_window_size: int
     vision_full_attention: tuple[int, ...]
+    tie_word_embeddings: bool = False
 
 
 SHAPES: dict[Kind, _Shape] = {
     "tiny": _Shape(1024, 128, 256, 3, 4, 2, 8192, 64, 128, 3, 2, 56, (1,)),
     "bench": _Shape(8192, 640, 1792, 10, 10, 2, 32768, 512, 1408, 8, 8, 112, (3, 7)),
+    "smollm2-135m": _Shape(49152, 576, 1536, 30, 9, 3, 8192, 64, 128, 3, 2, 56, (1,), tie_word_embeddings=True),
 }
 
 
@@ -119,6 +122,7 @@ def make_checkpoint(kind: Kind, out_dir: Path, seed: int = 0) -> Path:
     with torch.device("meta"):
         model = untyped.Qwen2_5_VLForConditionalGeneration(untyped.Qwen2_5_VLConfig(**config)).to(torch.float32)
     model.to_empty(device="cpu")
+    model.tie_weights()  # the two were separated
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(_initial(name, tuple(parameter.shape), seed))
@@ -149,7 +153,9 @@ def _vocabulary(size: int) -> tuple[dict[str, int], list[tuple[str, str]]]:
     tokens = sorted(ByteLevel.alphabet())
     syllables = [a + b for a, b in product("bcdfghklmnprstvwxyz", "aeiou")] + ["th", "in", "er", "an", "on", "st", "ch"]
     words = sorted(product(syllables, syllables), key=lambda pair: blake3("".join(pair).encode()).digest())
+    longer = ((space + a + b, c) for (a, b), c in product(words, syllables))  # where words of two are too few
     candidates = [(s[0], s[1]) for s in syllables] + [(space, s) for s in syllables] + [(space + a, b) for a, b in words]
+    candidates += islice(longer, max(0, 2 * (size - len(candidates))))  # twice: some come again
     distinct = {a + b: (a, b) for a, b in reversed(candidates)}  # two ways to one word: the earlier one stays
     merges = [pair for pair in candidates if distinct[pair[0] + pair[1]] == pair][: size - len(tokens)]
     tokens += [a + b for a, b in merges]
@@ -204,7 +210,7 @@ def _config(shape: _Shape, ids: dict[str, int]) -> dict[str, Any]:
         "hidden_act": "silu",
         "use_sliding_window": False,
         "sliding_window": None,
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": shape.tie_word_embeddings,
         "bos_token_id": ids["<|endoftext|>"],
         "pad_token_id": ids["<|endoftext|>"],
         "eos_token_id": ids["<|im_end|>"],
@@ -239,7 +245,7 @@ def _config(shape: _Shape, ids: dict[str, int]) -> dict[str, Any]:
         "video_token_id": ids["<|video_pad|>"],
         "vision_start_token_id": ids["<|vision_start|>"],
         "vision_end_token_id": ids["<|vision_end|>"],
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": shape.tie_word_embeddings,
         "text_config": text,
         "vision_config": vision,
     }

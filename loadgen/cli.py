@@ -7,15 +7,17 @@ from typing import Annotated
 
 import typer
 
+from triptych.loadgen.bench.commands import bench
 from triptych.loadgen.checkpoint import KINDS, make_checkpoint
 from triptych.loadgen.contact_sheet import draw_sheet
 
 main = typer.Typer(no_args_is_help=True, add_completion=False, help="Checkpoints, questions and load for Triptych.")
+main.add_typer(bench, name="bench")
 
 
 @main.command("make-checkpoint")
 def make_checkpoint_command(
-    kind: Annotated[str, typer.Argument(help="tiny (tests) or bench (measurements)")],
+    kind: Annotated[str, typer.Argument(help="tiny (tests), bench or smollm2-135m (measurements)")],
     out: Annotated[Path, typer.Argument(help="folder to write to")],
     seed: Annotated[int, typer.Option(help="other seeds give other weights")] = 0,
 ) -> None:

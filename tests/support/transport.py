@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import socket
 import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -39,8 +38,8 @@ REQUEST = RequestId("request-1")
 
 
 class Order(msgspec.Struct, frozen=True):
-    """do: put, stall (answer pulls without sending), lazy_kill (a tensor whose materialize kills the process), pull,
-    usage, raw_send (over a plain socket, to compare with)."""
+    """do: put, stall (answer pulls without sending), lazy_kill (a tensor whose materialize kills the process), pull
+    or usage."""
 
     do: str
     ref: TensorRef | None = None
@@ -189,10 +188,6 @@ class Peer:
         if order.do == "lazy_kill":
             ref = await transport.put_lazy((4,), torch.uint8, REQUEST, 60.0, lambda _: os.kill(os.getpid(), 9), lambda: None)
             return Done(ref, transport.address)
-        if order.do == "raw_send":
-            assert order.address is not None
-            await asyncio.to_thread(_raw_send, order.address.store_host, order.address.store_port, order.num_bytes)
-            return Done()
         if order.do == "stall":
             self._stall(order.on)
             return Done()
@@ -217,11 +212,6 @@ class Peer:
             pullers.send = no_send  # type: ignore[method-assign]
         else:
             del pullers.send
-
-
-def _raw_send(host: str, port: int, num_bytes: int) -> None:
-    with socket.create_connection((host, port), timeout=20) as connection:
-        connection.sendall(memoryview(bytearray(num_bytes)))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,72 @@
+"""The subcommands of `loadgen bench`: options in, one benchmark, its report out. Torch is imported by those that need it."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from triptych.loadgen.bench.models import DEMO_CHECKPOINT, checkpoint_folder
+from triptych.loadgen.bench.report import Report
+from triptych.loadgen.bench.runner import MIN_RUNS, BenchFailed, Plan
+from triptych.loadgen.checkpoint import KINDS
+
+NOT_MEASURED_STATUS = 2
+
+bench = typer.Typer(
+    no_args_is_help=True, help="Ours beside what else there is, in one run. Exit status: 1 when a bar does not hold."
+)
+
+Runs = Annotated[int, typer.Option(min=MIN_RUNS, help="runs of each side, in turn; medians count")]
+Quick = Annotated[bool, typer.Option("--quick", help="tiny sizes, one run, no bars: does it work?")]
+AsJson = Annotated[bool, typer.Option("--json", help="one JSON object as the last line")]
+Model = Annotated[str, typer.Option(help=f"a checkpoint's folder, or one to be made: {', '.join(KINDS)}")]
+
+
+def finish(measuring: Coroutine[Any, Any, Report], as_json: bool) -> None:
+    """Measure, show, and exit: 1 when a bar does not hold, 2 when it could not be measured."""
+    try:
+        report = asyncio.run(measuring)
+    except BenchFailed as error:
+        sys.stderr.write(f"{error}\n")
+        raise typer.Exit(NOT_MEASURED_STATUS) from None
+    report.print(Console())
+    if as_json:
+        sys.stdout.write(report.to_json() + "\n")
+    raise typer.Exit(0 if report.holds else 1)
+
+
+@bench.command("engine")
+def engine_command(
+    model: Model = str(DEMO_CHECKPOINT),
+    prompt_tokens: Annotated[list[int] | None, typer.Option(min=1, help="lengths of prompts; default 128 and 1024")] = None,
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="prompts at once; default 1, 8 and 32")] = None,
+    output_tokens: Annotated[int, typer.Option(min=2)] = 128,
+    vllm_python: Annotated[Path | None, typer.Option(help="an interpreter that has vLLM for CPU, to compare with")] = None,
+    runs: Runs = MIN_RUNS,
+    quick: Quick = False,
+    as_json: AsJson = False,
+) -> None:
+    """Tokens/s of prefill and decode: ours, transformers' generate, a bare forward pass, vLLM."""
+
+    async def measuring() -> Report:
+        folder = checkpoint_folder(model)
+        from triptych.loadgen.bench.engine import BATCH_SIZES, PROMPT_TOKENS, EngineOptions, all_cases, bench_engine
+
+        cases = all_cases(prompt_tokens or PROMPT_TOKENS, batch or BATCH_SIZES, output_tokens)
+        return await bench_engine(EngineOptions(folder, cases, vllm_python), Plan(runs, quick))
+
+    finish(measuring(), as_json)
+
+
+@bench.command("transport")
+def transport_command(runs: Runs = 15, quick: Quick = False, as_json: AsJson = False) -> None:
+    """GB/s between two processes: shared memory beside a memcpy, Gloo beside a plain socket."""
+    from triptych.loadgen.bench.transport import bench_transport
+
+    finish(bench_transport(Plan(runs, quick)), as_json)

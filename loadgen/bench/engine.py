@@ -1,0 +1,195 @@
+"""Bench engine: our engine beside transformers' batched `generate`, its bare forward pass, and vLLM on a CPU, one model.
+
+Each side takes part in as many variants (thread counts, kinds of cache) as it has; a short trial finds its best for prefill
+and for decode, which are then measured in turn with those of the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import transformers
+
+from triptych.loadgen.bench.engine_sides import (
+    CacheKind,
+    Case,
+    EngineSide,
+    ForwardSide,
+    GenerateSide,
+    TransformersModel,
+    TriptychSide,
+    num_plain_token_ids,
+)
+from triptych.loadgen.bench.report import Bar, Report
+from triptych.loadgen.bench.runner import BenchFailed, Plan, alternate, machine, num_cores, tell
+from triptych.loadgen.bench.vllm_process import VllmOptions, vllm_side
+from triptych.shared.checkpoint import Checkpoint, open_checkpoint
+
+PROMPT_TOKENS = (128, 1024)
+BATCH_SIZES = (1, 8, 32)
+OUTPUT_TOKENS = 128
+TRIAL_OUTPUT_TOKENS = 17  # chosen: 16 decode steps tell one thread from many
+QUICK = (Case(16, 2, 4),)
+SMALL_MODEL_PARAMETERS = 50_000_000  # chosen: below it what is not the forward pass decides, and vLLM is the bar
+SMALL_DECODE_BARS = {1: 1.2, 8: 1.2, 32: 1.0}  # by batch size, of vLLM's tokens/s
+CACHES: tuple[CacheKind, ...] = ("static", "dynamic")
+PHASES = ("prefill", "decode")
+BLOCK_SLACK_TOKENS = 256  # the largest KV block: what a sequence can leave empty
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """vllm_python: an interpreter that has vLLM; without one there is no such side."""
+
+    model: Path
+    cases: Sequence[Case]
+    vllm_python: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to run a side. name: for people."""
+
+    name: str
+    side: EngineSide
+    num_threads: int
+
+    async def measure(self, case: Case, seed: int) -> dict[str, float]:
+        """Tokens/s by phase."""
+        torch.set_num_threads(self.num_threads)
+        timing = await self.side.run(case, seed)
+        num_decoded = case.batch_size * (case.num_output_tokens - 1)
+        return {
+            "prefill": case.batch_size * case.num_prompt_tokens / timing.prefill_s,
+            "decode": num_decoded / max(timing.decode_s, 1e-9),
+        }
+
+
+Sides = dict[str, list[Variant]]
+
+
+def all_cases(prompt_tokens: Sequence[int], batch_sizes: Sequence[int], num_output_tokens: int) -> list[Case]:
+    return [Case(prompt, batch, num_output_tokens) for prompt, batch in itertools.product(prompt_tokens, batch_sizes)]
+
+
+async def bench_engine(options: EngineOptions, plan: Plan) -> Report:
+    """Measure all cases.
+
+    Raises:
+        BenchFailed: vLLM doesn't run with that interpreter.
+    """
+    if options.vllm_python is not None and not options.vllm_python.is_file():
+        raise BenchFailed(f"--vllm-python: there is no {options.vllm_python}")
+    conditions = machine()
+    cases = QUICK if plan.is_quick else options.cases
+    checkpoint = open_checkpoint(str(options.model))
+    async with contextlib.AsyncExitStack() as stack:
+        sides, model_facts = _torch_sides(checkpoint, cases, plan)
+        if options.vllm_python is not None:
+            vllm = VllmOptions(
+                options.vllm_python,
+                options.model,
+                num_plain_token_ids(checkpoint),
+                max(case.num_prompt_tokens + case.num_output_tokens for case in cases),
+                max(case.batch_size for case in cases),
+            )
+            sides["vllm"], version = await _vllm_variants(stack, vllm, plan)
+            model_facts["vllm"] = version
+        figures: dict[str, float] = {}
+        best: dict[str, str] = {}
+        seeds = itertools.count(1)
+        for case in cases:
+            figures |= await _bench_case(case, sides, plan, seeds, best)
+    conditions |= {**model_facts, "runs": plan.runs, "quick": plan.is_quick, "best": best}
+    num_parameters = int(str(model_facts["text_parameters"]))
+    bars = {} if plan.is_quick else _bars(cases, figures, "vllm" in sides, num_parameters < SMALL_MODEL_PARAMETERS)
+    return Report("engine", conditions, figures, bars)
+
+
+def _torch_sides(checkpoint: Checkpoint, cases: Sequence[Case], plan: Plan) -> tuple[Sides, dict[str, object]]:
+    """Our own and transformers', and what a reader should know of the model."""
+    tell(f"loading {checkpoint.name} ...")
+    ours = TriptychSide(checkpoint, _kv_cache_bytes(checkpoint, cases))
+    loaded = TransformersModel(checkpoint)
+    threads = _thread_counts(plan)
+    sides: Sides = {
+        "triptych": [Variant(f"{n} threads", ours, n) for n in threads],
+        "generate": [Variant(f"{n} threads, {c} cache", GenerateSide(loaded, c), n) for n in threads for c in CACHES],
+        "forward": [Variant(f"{n} threads, {c} cache", ForwardSide(loaded, c), n) for n in threads for c in CACHES],
+    }
+    num_parameters = sum(parameter.numel() for parameter in loaded.model.model.language_model.parameters())
+    facts = {"model": checkpoint.name, "text_parameters": num_parameters, "dtype": "float32"}
+    return sides, {**facts, "torch": torch.__version__, "transformers": transformers.__version__}
+
+
+async def _vllm_variants(stack: contextlib.AsyncExitStack, options: VllmOptions, plan: Plan) -> tuple[list[Variant], str]:
+    variants, version = [], ""
+    for num_threads in _thread_counts(plan):
+        tell(f"starting vLLM with {num_threads} threads (minutes) ...")
+        side, version = await stack.enter_async_context(vllm_side(options, num_threads))
+        variants.append(Variant(f"{num_threads} threads", side, num_threads))
+    return variants, version
+
+
+def _thread_counts(plan: Plan) -> list[int]:
+    return [1] if plan.is_quick else sorted({1, num_cores()})
+
+
+def _kv_cache_bytes(checkpoint: Checkpoint, cases: Sequence[Case]) -> int:
+    """What the largest case needs: memory for more would be asked for, though never touched."""
+    text = checkpoint.config["text_config"]
+    head_size = text["hidden_size"] // text["num_attention_heads"]
+    token_bytes = 2 * text["num_hidden_layers"] * text["num_key_value_heads"] * head_size * torch.float32.itemsize
+    num_tokens = max(c.batch_size * (c.num_prompt_tokens + c.num_output_tokens + BLOCK_SLACK_TOKENS) for c in cases)
+    return int(token_bytes * num_tokens)
+
+
+async def _bench_case(
+    case: Case, sides: Sides, plan: Plan, seeds: itertools.count[int], best: dict[str, str]
+) -> dict[str, float]:
+    """Tokens/s as ROW.SIDE. Notes in `best` which variants they are of."""
+    chosen = {name: await _best_variants(case, variants, seeds) for name, variants in sides.items()}
+
+    async def measure(side: str) -> Mapping[str, float]:
+        """Of each phase with the variant that is best for it."""
+        by_name = {variant.name: variant for variant in chosen[side].values()}
+        measured = {name: await variant.measure(case, next(seeds)) for name, variant in by_name.items()}
+        return {phase: measured[chosen[side][phase].name][phase] for phase in PHASES}
+
+    tell(f"{case.batch_size} prompts of {case.num_prompt_tokens} tokens ...")
+    medians = await alternate({side: lambda side=side: measure(side) for side in sides}, plan.runs)  # type: ignore[misc]
+    best |= {f"{_row(case, phase)}.{side}": chosen[side][phase].name for side in sides for phase in PHASES}
+    return {f"{_row(case, phase)}.{side}": medians[side][phase] for phase in PHASES for side in sides}
+
+
+async def _best_variants(case: Case, variants: Sequence[Variant], seeds: itertools.count[int]) -> dict[str, Variant]:
+    """By phase, from one short run each, which warms them up as well."""
+    trial = replace(case, num_output_tokens=min(case.num_output_tokens, TRIAL_OUTPUT_TOKENS))
+    tried = [(await variant.measure(trial, next(seeds)), variant) for variant in variants]
+    return {phase: max(tried, key=lambda one: one[0][phase])[1] for phase in PHASES}
+
+
+def _row(case: Case, phase: str) -> str:
+    return f"{phase}_tokens_per_s_prompt{case.num_prompt_tokens}_batch{case.batch_size}"
+
+
+def _bars(cases: Sequence[Case], figures: Mapping[str, float], has_vllm: bool, is_small: bool) -> dict[str, Bar]:
+    """A small model against vLLM; a larger one, where the forward pass is what counts, against `generate`."""
+    bars: dict[str, Bar] = {}
+
+    def add(case: Case, phase: str, other: str, limit: float) -> None:
+        row = _row(case, phase)
+        bars[f"{row}.triptych/{other}"] = Bar(figures[f"{row}.triptych"] / figures[f"{row}.{other}"], limit)
+
+    for case in cases:
+        if not is_small:
+            add(case, "decode", "generate", 1.0)
+        elif has_vllm:
+            add(case, "prefill", "vllm", 1.0)
+            add(case, "decode", "vllm", SMALL_DECODE_BARS.get(case.batch_size, 1.0))
+    return bars
