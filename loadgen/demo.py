@@ -6,13 +6,8 @@ Talks to `triptych up` as any client would: a child process, its JSON line, the 
 from __future__ import annotations
 
 import asyncio
-import base64
-import contextlib
-import json
-import signal
 import sys
 import time
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,13 +18,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from triptych.loadgen.client import TRACE_HEADERS, AnswerFailed, chat_body, read_events, text_of
+from triptych.loadgen.cluster import LOG_TAIL_CHARS, START_TIMEOUT_S, ClusterFailed, running_cluster
+
 TRAINED_CHECKPOINT = Path("deploy/demo/checkpoint")
 MADE_CHECKPOINT = Path("build/checkpoints/tiny")
 FOLDER = Path("build/demo")
-START_TIMEOUT_S = 120.0  # chosen: three processes that load torch, on a slow disk
-STOP_TIMEOUT_S = 45.0  # chosen: longer than drain_timeout_s
+MAX_TOKENS = 32  # chosen: the answers of the demo's model are shorter
 REQUEST_TIMEOUT_S = 120.0  # the server's own default deadline
-LOG_TAIL_CHARS = 3000
 
 
 class DemoFailed(Exception):
@@ -87,90 +83,15 @@ def draw_pictures() -> tuple[Path, Path]:
     return paths
 
 
-@contextlib.asynccontextmanager
-async def running_cluster(checkpoint: Path, console: Console) -> AsyncIterator[dict[str, Any]]:
-    """`triptych up` as a child process; gives its JSON line, and stops it at the end."""
-    log_path = FOLDER / "cluster.log"
-    options = ("--json", "--port", "0", "--model", str(checkpoint), "--log-dir", str(FOLDER / "logs"))
-    command = (sys.executable, "-m", "triptych.services.cli", "up", *options)
-    with log_path.open("wb") as log:
-        # A session of its own: Ctrl-C reaches us, and we stop the cluster once.
-        process = await asyncio.create_subprocess_exec(
-            *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=log, start_new_session=True
-        )
-    try:
-        assert process.stdout is not None
-        with console.status("Starting the cluster ..."):
-            line = await asyncio.wait_for(process.stdout.readline(), START_TIMEOUT_S)
-        if not line:
-            await process.wait()
-            tail = log_path.read_text(errors="replace")[-LOG_TAIL_CHARS:]
-            raise DemoFailed(f"the cluster ended with status {process.returncode}; {log_path} says:\n{tail}")
-        yield json.loads(line)
-    finally:
-        await _stop(process)
-
-
-async def _stop(process: asyncio.subprocess.Process) -> None:
-    if process.returncode is not None:
-        return
-    with contextlib.suppress(ProcessLookupError):
-        process.send_signal(signal.SIGINT)
-    try:
-        await asyncio.wait_for(process.wait(), STOP_TIMEOUT_S)
-    except TimeoutError:
-        process.kill()
-        await process.wait()
-
-
-def request_body(model: str, question: Question, max_tokens: int) -> dict[str, Any]:
-    """The chat request, pictures as data: URLs before the text."""
-    content: list[dict[str, Any]] = [
-        {"type": "image_url", "image_url": {"url": "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()}}
-        for path in question.pictures
-    ]
-    content.append({"type": "text", "text": question.text})
-    return {
-        "model": model,
-        "messages": [{"role": "user", "content": content}],
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-
-
-async def read_events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
-    """The JSON chunks of an event stream.
-
-    Raises:
-        DemoFailed: it carried an error, or ended without [DONE].
-    """
-    async for line in response.content:
-        data = line.decode().removeprefix("data: ").strip()
-        if data == "[DONE]":
-            return
-        if line.startswith(b"data: "):
-            chunk = json.loads(data)
-            if "error" in chunk:
-                raise DemoFailed(chunk["error"]["message"])
-            yield chunk
-    raise DemoFailed("the stream broke off")
-
-
 async def ask(http: aiohttp.ClientSession, info: dict[str, Any], question: Question, console: Console) -> Outcome:
     """Send one question and print the answer while it comes."""
     begin_s = time.monotonic()
     ttft_s, num_tokens, answer = 0.0, 0, ""
     trace: dict[str, Any] = {}
-    headers = {"X-Triptych-Trace": "1"}
-    body = request_body(info["model"], question, 32)
-    async with http.post(f"{info['url'].rstrip('/')}/v1/chat/completions", json=body, headers=headers) as response:
-        if response.status != 200:
-            raise DemoFailed(f"status {response.status}: {(await response.text())[:500]}")
+    body = chat_body(question.text, [path.read_bytes() for path in question.pictures], MAX_TOKENS, model=info["model"])
+    async with http.post(f"{info['url'].rstrip('/')}/v1/chat/completions", json=body, headers=TRACE_HEADERS) as response:
         async for chunk in read_events(response):
-            text = "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
-            if text:
+            if text := text_of(chunk):
                 ttft_s = ttft_s or time.monotonic() - begin_s
                 answer += text
                 shown = "".join(letter if letter.isprintable() else " " for letter in text)
@@ -230,7 +151,7 @@ async def run(console: Console) -> None:
     )
     checkpoint = await choose_checkpoint(console)
     begin_s = time.monotonic()
-    async with running_cluster(checkpoint, console) as info:
+    async with running_cluster(checkpoint, FOLDER, console) as info:
         console.print(
             f"Cluster of {checkpoint} ready at {info['url']} after {time.monotonic() - begin_s:.1f} s", highlight=False
         )
@@ -252,7 +173,7 @@ def main() -> int:
     console = Console()
     try:
         asyncio.run(run(console))
-    except (DemoFailed, TimeoutError, aiohttp.ClientError) as error:
+    except (DemoFailed, ClusterFailed, AnswerFailed, TimeoutError, aiohttp.ClientError) as error:
         console.print(f"\n[red]The demo failed:[/] {escape(str(error) or type(error).__name__)}", highlight=False)
         return 1
     except KeyboardInterrupt:

@@ -15,8 +15,11 @@ from triptych.loadgen.bench.models import DEMO_CHECKPOINT, checkpoint_folder
 from triptych.loadgen.bench.report import Report
 from triptych.loadgen.bench.runner import MIN_RUNS, BenchFailed, Plan
 from triptych.loadgen.checkpoint import KINDS
+from triptych.loadgen.client import AnswerFailed
+from triptych.loadgen.cluster import ClusterFailed
 
 NOT_MEASURED_STATUS = 2
+PLAIN_WIDTH = 200  # columns where no terminal bounds them
 
 bench = typer.Typer(
     no_args_is_help=True, help="Ours beside what else there is, in one run. Exit status: 1 when a bar does not hold."
@@ -32,10 +35,11 @@ def finish(measuring: Coroutine[Any, Any, Report], as_json: bool) -> None:
     """Measure, show, and exit: 1 when a bar does not hold, 2 when it could not be measured."""
     try:
         report = asyncio.run(measuring)
-    except BenchFailed as error:
+    except (BenchFailed, ClusterFailed, AnswerFailed) as error:
         sys.stderr.write(f"{error}\n")
         raise typer.Exit(NOT_MEASURED_STATUS) from None
-    report.print(Console())
+    console = Console()
+    report.print(console if console.is_terminal else Console(width=PLAIN_WIDTH))
     if as_json:
         sys.stdout.write(report.to_json() + "\n")
     raise typer.Exit(0 if report.holds else 1)
@@ -70,3 +74,16 @@ def transport_command(runs: Runs = 15, quick: Quick = False, as_json: AsJson = F
     from triptych.loadgen.bench.transport import bench_transport
 
     finish(bench_transport(Plan(runs, quick)), as_json)
+
+
+@bench.command("latency")
+def latency_command(model: Model = str(DEMO_CHECKPOINT), quick: Quick = False, as_json: AsJson = False) -> None:
+    """What the processes cost: a client's TTFT beside the bare engine's, stage by stage, and the router's CPU."""
+
+    async def measuring() -> Report:
+        folder = checkpoint_folder(model)
+        from triptych.loadgen.bench.latency import bench_latency
+
+        return await bench_latency(folder, Plan(is_quick=quick))
+
+    finish(measuring(), as_json)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from rich.console import Console
@@ -45,7 +45,8 @@ class Report:
 
     def print(self, console: Console) -> None:
         """Figures, bars, and under which conditions."""
-        console.print(_figure_table(self.figures))
+        for table in _figure_tables(self.figures):
+            console.print(table)
         if self.bars:
             console.print(_bar_table(self.bars))
         shown = {name: value for name, value in self.conditions.items() if not isinstance(value, dict)}
@@ -53,19 +54,21 @@ class Report:
         console.print(conditions, style="dim", markup=False, highlight=False, soft_wrap=True)
 
 
-def _figure_table(figures: Mapping[str, float]) -> Table:
+def _figure_tables(figures: Mapping[str, float]) -> Iterator[Table]:
+    """One for each set of sides: rows with the same columns stand together."""
     rows: dict[str, dict[str, float]] = {}
     for name, value in figures.items():
         row, _, side = name.partition(".")
         rows.setdefault(row, {})[side] = value
-    sides = list(dict.fromkeys(side for by_side in rows.values() for side in by_side))
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("figure", no_wrap=True)
-    for side in sides:
-        table.add_column(side or "value", justify="right", no_wrap=True)
-    for name, by_side in rows.items():
-        table.add_row(name, *(_shown(by_side[side]) if side in by_side else "" for side in sides))
-    return table
+    for sides in dict.fromkeys(tuple(by_side) for by_side in rows.values()):
+        table = Table(box=None, header_style="bold", pad_edge=False)
+        table.add_column("figure", no_wrap=True)
+        for side in sides:
+            table.add_column(side or "value", justify="right", no_wrap=True)
+        for name, by_side in rows.items():
+            if tuple(by_side) == sides:
+                table.add_row(name, *map(_shown, by_side.values()))
+        yield table
 
 
 def _bar_table(bars: Mapping[str, Bar]) -> Table:

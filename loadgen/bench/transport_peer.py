@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 from triptych.shared.errors import InternalError, TriptychError
+from triptych.shared.instance_info import TransportAddress
 from triptych.shared.messages import (
     InstanceId,
     Message,
@@ -22,7 +23,6 @@ from triptych.shared.messages import (
     Reply,
     RequestId,
     TensorRef,
-    TransportAddress,
     decode_request,
     encode,
     error_reply,
