@@ -19,7 +19,8 @@ from triptych.shared.engine.role import HostContext
 from triptych.shared.engine.thread import EngineThread
 from triptych.shared.engine.torch_engine import load_engine
 from triptych.shared.errors import InternalError
-from triptych.shared.messages import InstanceId, ModelCard, Resources, TransportAddress
+from triptych.shared.instance_info import ModelCard, Resources, TransportAddress
+from triptych.shared.messages import InstanceId
 from triptych.shared.request_tasks import RequestTasks
 from triptych.shared.service import ServiceContext
 from triptych.shared.settings import Settings

@@ -15,7 +15,7 @@ from typing import Any
 from blake3 import blake3
 
 from triptych.shared.errors import BadRequest
-from triptych.shared.messages import PixelLimits
+from triptych.shared.image_info import PixelLimits
 
 MAX_SAFETENSORS_HEADER_BYTES = 100_000_000  # the format's own limit
 NUM_SAMPLED_BYTES = 4096  # chosen: one page per tensor, 3 MB for a model of 700 tensors

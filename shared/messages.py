@@ -11,6 +11,8 @@ from typing import Literal, NewType
 import msgspec
 
 from triptych.shared.errors import InternalError, TriptychError, WireError
+from triptych.shared.image_info import NO_LIMITS, ImageInfo, PixelLimits
+from triptych.shared.instance_info import ModelCard, Resources, StageLoad, TransportAddress
 from triptych.shared.sampling_params import SamplingParams, TokenLogprobs
 
 InstanceId = NewType("InstanceId", str)  # one life of one process, `encoder-0-5f3a2c1b`: slot name and incarnation
@@ -56,27 +58,6 @@ class TensorRef(msgspec.Struct, frozen=True):
     dtype: str
     num_bytes: int
     lease_s: float
-
-
-class ImageInfo(msgspec.Struct, frozen=True):
-    """What the control plane knows of one image: height and width after the model's resize (pixels), patch grid
-    (t, h, w), and the number of vision tokens that it takes in the prompt."""
-
-    mm_hash: bytes
-    height: int
-    width: int
-    grid_thw: tuple[int, int, int]
-    num_tokens: int
-
-
-class PixelLimits(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How many pixels of a picture its client wants the model to see, at least and at most; None: the server's own bound."""
-
-    min_pixels: int | None = None
-    max_pixels: int | None = None
-
-
-NO_LIMITS = PixelLimits()
 
 
 class PlacedImage(msgspec.Struct, frozen=True):
@@ -286,49 +267,6 @@ class TokenBatch(Message, frozen=True):
 
     instance_id: InstanceId
     chunks: tuple[TokenChunk, ...]
-
-
-class TransportAddress(msgspec.Struct, frozen=True):
-    """How peers reach an instance's tensors: by its shared-memory arena, if they can open the path and read the token there,
-    or by its TCPStore."""
-
-    arena_path: str
-    arena_token: str
-    store_host: str
-    store_port: int
-
-
-class StageLoad(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What one role of one instance has to do: requests waiting and running, and tokens not yet computed (vision tokens
-    for an encoder, prompt tokens for prefill, tokens in context for decode)."""
-
-    stage: str
-    num_waiting: int = 0
-    num_running: int = 0
-    num_pending_tokens: int = 0
-
-
-class Resources(msgspec.Struct, frozen=True, omit_defaults=True):
-    pid: int
-    num_threads: int
-    pss_bytes: int = 0
-    num_blocks: int = 0
-    num_free_blocks: int = 0
-    num_cached_blocks: int = 0
-    num_leased_blocks: int = 0
-    tensor_store_bytes: int = 0
-    tensor_store_capacity_bytes: int = 0
-    num_leases: int = 0
-    media_store_bytes: int = 0
-
-
-class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Which model an instance serves; a router only joins instances of one model and revision."""
-
-    name: str
-    revision: str
-    max_model_len: int
-    random_weights: bool = False
 
 
 class Heartbeat(Message, frozen=True):

@@ -28,6 +28,7 @@ from triptych.shared.http_host import (
     resolve_host,
     url_of,
 )
+from triptych.shared.instance_info import Resources
 from triptych.shared.logs import configure_logs
 from triptych.shared.messages import (
     HEARTBEAT_SUBJECT,
@@ -40,7 +41,6 @@ from triptych.shared.messages import (
     InstanceRequest,
     Lost,
     Message,
-    Resources,
 )
 from triptych.shared.metrics import watch_process
 from triptych.shared.nats_link import BusCounters

@@ -11,18 +11,8 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from triptych.shared.bus import Bus
-from triptych.shared.messages import (
-    InstanceId,
-    InstanceRequest,
-    Message,
-    ModelCard,
-    Resources,
-    Role,
-    Service,
-    StageLoad,
-    State,
-    TransportAddress,
-)
+from triptych.shared.instance_info import ModelCard, Resources, StageLoad, TransportAddress
+from triptych.shared.messages import InstanceId, InstanceRequest, Message, Role, Service, State
 from triptych.shared.registry import Registry
 from triptych.shared.settings import Settings
 

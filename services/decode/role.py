@@ -20,7 +20,8 @@ from triptych.shared.engine.isolate import as_typed
 from triptych.shared.engine.loop import StepLoop
 from triptych.shared.engine.role import MAX_PULLS, HostContext, Intake, deadline, settle
 from triptych.shared.errors import DeadlineExceeded, InternalError, TriptychError
-from triptych.shared.messages import Accepted, DecodeRequest, FinishReason, InstanceRequest, StageLoad, TokenChunk
+from triptych.shared.instance_info import StageLoad
+from triptych.shared.messages import Accepted, DecodeRequest, FinishReason, InstanceRequest, TokenChunk
 from triptych.shared.policies.batching import finish_reason
 
 IN_HAND_SHARE = 4  # chosen: pulled KV that waits for blocks is at most the pool's size divided by this

@@ -18,7 +18,9 @@ from triptych.shared.engine.isolate import as_typed, each_alone
 from triptych.shared.engine.loop import StepLoop
 from triptych.shared.engine.role import LEASE_GRACE_S, MAX_PULLS, HostContext, Intake, deadline, settle
 from triptych.shared.errors import InternalError
-from triptych.shared.messages import EncodeReply, EncodeRequest, ImageInfo, InstanceRequest, StageLoad, StageTime
+from triptych.shared.image_info import ImageInfo
+from triptych.shared.instance_info import StageLoad
+from triptych.shared.messages import EncodeReply, EncodeRequest, InstanceRequest, StageTime
 from triptych.shared.policies.batching import num_to_batch
 
 IN_HAND_FACTOR = 2  # chosen: while one batch is encoded, the pixels of the next are pulled

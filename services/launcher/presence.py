@@ -11,7 +11,8 @@ from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from triptych.shared.bus import Bus, RequestHandler
-from triptych.shared.messages import HEARTBEAT_SUBJECT, LOST_SUBJECT, Event, Heartbeat, InstanceId, ModelCard, Resources
+from triptych.shared.instance_info import ModelCard, Resources
+from triptych.shared.messages import HEARTBEAT_SUBJECT, LOST_SUBJECT, Event, Heartbeat, InstanceId
 from triptych.shared.process_memory import pss_bytes
 from triptych.shared.registry import Registry
 from triptych.shared.service_app import new_instance_id

@@ -17,7 +17,8 @@ from triptych.shared.engine.api import ImageSpan, Sequence
 from triptych.shared.engine.loop import StepLoop
 from triptych.shared.engine.role import LEASE_GRACE_S, MAX_PULLS, HostContext, Intake, deadline
 from triptych.shared.errors import InternalError
-from triptych.shared.messages import InstanceRequest, PrefillReply, PrefillRequest, StageLoad, StageTime, TensorRef
+from triptych.shared.instance_info import StageLoad
+from triptych.shared.messages import InstanceRequest, PrefillReply, PrefillRequest, StageTime, TensorRef
 from triptych.shared.policies.batching import finish_reason
 
 

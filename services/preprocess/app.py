@@ -20,11 +20,11 @@ from triptych.services.preprocess.media import MediaBuffer, MediaStore
 from triptych.services.preprocess.uploads import Uploads
 from triptych.shared.checkpoint import Checkpoint, open_checkpoint
 from triptych.shared.errors import BadRequest, DeadlineExceeded, InternalError, Overloaded
+from triptych.shared.instance_info import ModelCard, Resources, StageLoad
 from triptych.shared.messages import (
     InstanceId,
     InstanceRequest,
     Message,
-    ModelCard,
     PairRequest,
     PreprocessReply,
     PreprocessRequest,
@@ -32,9 +32,7 @@ from triptych.shared.messages import (
     PullRequest,
     ReleaseRequest,
     RequestId,
-    Resources,
     Service,
-    StageLoad,
     StageTime,
     TensorRef,
 )

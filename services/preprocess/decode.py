@@ -17,7 +17,7 @@ from triptych.cache.keys import NUM_CHANNELS, mm_hash
 from triptych.services.preprocess.jpeg_scans import has_too_many_scans
 from triptych.shared.checkpoint import ImageOptions, grid_thw, num_image_tokens, resized
 from triptych.shared.errors import BadRequest
-from triptych.shared.messages import ImageInfo
+from triptych.shared.image_info import ImageInfo
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")  # no JPEG2000, TIFF, PSD, EPS, ...: each parser is attack surface
 STRIP_BYTES = 4 << 20  # chosen: pictures are converted and hashed in strips, so that one of 64 Mpx is not copied whole

@@ -23,7 +23,7 @@ from triptych.services.preprocess import decode_worker
 from triptych.services.preprocess.decode import DecodeOptions
 from triptych.services.preprocess.decode_worker import MAX_MESSAGE_BYTES, DecodeAnswer, DecodeJob
 from triptych.shared.errors import BadRequest, InternalError, Overloaded, from_wire
-from triptych.shared.messages import ImageInfo
+from triptych.shared.image_info import ImageInfo
 
 MAX_TRIES = 2
 WALL_FACTOR = 3  # chosen: a worker that gets less than a third of a core is on a machine with too much to do

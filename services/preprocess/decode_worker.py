@@ -22,7 +22,7 @@ from PIL import Image
 
 from triptych.services.preprocess.decode import DecodeOptions, decode_image, strips
 from triptych.shared.errors import BadRequest, TriptychError, WireError
-from triptych.shared.messages import ImageInfo
+from triptych.shared.image_info import ImageInfo
 
 MAX_MESSAGE_BYTES = 1 << 16  # chosen: a job and an answer take under 1 KB
 MEMORY_TEXT = "the image takes too much memory to decode: send a smaller one"

@@ -11,7 +11,7 @@ from triptych.services.router.edge_model import EdgeModel, decode_body, validate
 from triptych.services.router.sampling_fields import MAX_OUTPUT_TOKENS, MAX_TOP_LOGPROBS, Generation, SamplingFields
 from triptych.services.router.unsupported import refuse_unsupported
 from triptych.shared.errors import BadRequest
-from triptych.shared.messages import NO_LIMITS, PixelLimits
+from triptych.shared.image_info import NO_LIMITS, PixelLimits
 from triptych.shared.settings import Settings
 
 MAX_PARTS = 4096  # chosen: parts of one message; images and text have tighter bounds of their own

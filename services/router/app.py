@@ -32,17 +32,8 @@ from triptych.services.router.tokenizing import answer_quickly, detokenize, toke
 from triptych.services.router.uploads import Uploader
 from triptych.shared.checkpoint import Checkpoint, open_checkpoint
 from triptych.shared.errors import InternalError, Overloaded
-from triptych.shared.messages import (
-    FinishReason,
-    InstanceId,
-    InstanceRequest,
-    Message,
-    ModelCard,
-    ReleaseRequest,
-    Service,
-    StageLoad,
-    stream_subject,
-)
+from triptych.shared.instance_info import ModelCard, StageLoad
+from triptych.shared.messages import FinishReason, InstanceId, InstanceRequest, Message, ReleaseRequest, Service, stream_subject
 from triptych.shared.service import Report, ServiceApp, ServiceContext
 from triptych.shared.settings import Settings
 

@@ -25,6 +25,7 @@ from triptych.services.router.token_streams import Tokens, TokenStreams
 from triptych.services.router.uploads import Uploader
 from triptych.shared.bus import Bus
 from triptych.shared.errors import BadRequest, InstanceLost, InternalError, Overloaded, TriptychError
+from triptych.shared.image_info import ImageInfo
 from triptych.shared.messages import (
     MAX_INLINE_TOKENS,
     MAX_PAYLOAD_BYTES,
@@ -33,7 +34,6 @@ from triptych.shared.messages import (
     EncodeReply,
     EncodeRequest,
     Heartbeat,
-    ImageInfo,
     InstanceId,
     KvRef,
     Message,

@@ -8,7 +8,7 @@ from urllib.parse import unquote_to_bytes
 
 from triptych.services.router.api_types import ImageInput
 from triptych.shared.errors import BadRequest
-from triptych.shared.messages import NO_LIMITS, PixelLimits
+from triptych.shared.image_info import NO_LIMITS, PixelLimits
 
 MAX_URL_CHARS = 8192  # chosen: browsers and servers stop near 8 KB
 NO_URL_TEXT = (

@@ -14,7 +14,9 @@ import torch
 
 from triptych.shared.engine.paged_kv import BlockPool
 from triptych.shared.engine.penalties import TokenCounts
-from triptych.shared.messages import ImageInfo, ModelCard, RequestId
+from triptych.shared.image_info import ImageInfo
+from triptych.shared.instance_info import ModelCard
+from triptych.shared.messages import RequestId
 from triptych.shared.sampling_params import SamplingParams, TokenLogprobs
 
 

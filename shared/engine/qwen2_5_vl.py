@@ -14,7 +14,7 @@ import transformers
 from triptych.shared.checkpoint import Checkpoint
 from triptych.shared.engine.attention import ATTENTION_NAME, BatchPlan, paged_attention
 from triptych.shared.errors import BadRequest
-from triptych.shared.messages import ImageInfo
+from triptych.shared.image_info import ImageInfo
 
 _untyped: Any = transformers  # most of transformers has no annotations
 _Model: Any = _untyped.Qwen2_5_VLForConditionalGeneration  # imported with this module: what is forked later has it

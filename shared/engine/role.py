@@ -17,7 +17,8 @@ from triptych.shared.engine.api import Engine
 from triptych.shared.engine.kv_blocks import KvBlocks
 from triptych.shared.engine.thread import EngineThread
 from triptych.shared.errors import DeadlineExceeded, InstanceLost, Overloaded
-from triptych.shared.messages import Event, InstanceId, InstanceRequest, Message, StageLoad, TensorRef, TransportAddress
+from triptych.shared.instance_info import StageLoad, TransportAddress
+from triptych.shared.messages import Event, InstanceId, InstanceRequest, Message, TensorRef
 from triptych.shared.request_tasks import RequestTasks
 from triptych.shared.settings import Settings
 from triptych.shared.transport.api import Transport

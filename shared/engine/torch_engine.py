@@ -21,7 +21,8 @@ from triptych.shared.engine.qwen2_5_vl import Qwen25VL
 from triptych.shared.engine.sampling import sample
 from triptych.shared.engine.vision import check_image, patchify
 from triptych.shared.errors import BadRequest, InternalError
-from triptych.shared.messages import ImageInfo, ModelCard
+from triptych.shared.image_info import ImageInfo
+from triptych.shared.instance_info import ModelCard
 from triptych.shared.settings import Settings
 
 _FAMILIES = {"qwen2_5_vl": Qwen25VL}

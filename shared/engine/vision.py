@@ -10,7 +10,7 @@ import torch
 
 from triptych.shared.checkpoint import ImageOptions
 from triptych.shared.errors import InternalError
-from triptych.shared.messages import ImageInfo
+from triptych.shared.image_info import ImageInfo
 
 _RESCALE = 1 / 255  # the processor's rescale_factor
 

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from triptych.shared.instance_info import TransportAddress
 from triptych.shared.messages import (
     Accepted,
     InstanceId,
@@ -23,7 +24,6 @@ from triptych.shared.messages import (
     RequestId,
     TensorId,
     TensorRef,
-    TransportAddress,
 )
 
 

@@ -21,7 +21,8 @@ from typing import Literal
 import torch
 
 from triptych.shared.errors import UNREACHABLE, DeadlineExceeded, InstanceLost, InternalError, TriptychError
-from triptych.shared.messages import InstanceId, PullDone, PullReply, PullRequest, TensorRef, TransportAddress
+from triptych.shared.instance_info import TransportAddress
+from triptych.shared.messages import InstanceId, PullDone, PullReply, PullRequest, TensorRef
 from triptych.shared.transport.api import ControlPlane
 from triptych.shared.transport.pair import Pair, pair_lost
 from triptych.shared.transport.shared_memory import SharedMemory

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from triptych.shared.errors import InternalError
-from triptych.shared.messages import InstanceId, TransportAddress
+from triptych.shared.instance_info import TransportAddress
+from triptych.shared.messages import InstanceId
 
 Backend = Literal["gloo", "nccl"]
 OWNER_RANK = 0

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from triptych.shared.errors import InternalError
-from triptych.shared.messages import InstanceId, TensorId, TransportAddress
+from triptych.shared.instance_info import TransportAddress
+from triptych.shared.messages import InstanceId, TensorId
 from triptych.shared.transport.arena import STAMP_BYTES, TOKEN_BYTES, stamp_of
 from triptych.shared.transport.layout import raw_bytes
 from triptych.shared.transport.lease import tensor_gone

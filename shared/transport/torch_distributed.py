@@ -15,7 +15,8 @@ from concurrent.futures import Executor
 import torch
 
 from triptych.shared.errors import DeadlineExceeded, InternalError, Overloaded
-from triptych.shared.messages import InstanceId, PairRequest, PullRequest, TransportAddress
+from triptych.shared.instance_info import TransportAddress
+from triptych.shared.messages import InstanceId, PairRequest, PullRequest
 from triptych.shared.transport.api import ControlPlane
 from triptych.shared.transport.pair import Pair, pair_lost
 from triptych.shared.transport.rendezvous import OWNER_RANK, PULLER_RANK, Backend, Rendezvous, pair_name

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from triptych.shared.errors import DeadlineExceeded, InstanceLost, InternalError, Overloaded
+from triptych.shared.instance_info import TransportAddress
 from triptych.shared.messages import (
     Accepted,
     InstanceId,
@@ -26,7 +27,6 @@ from triptych.shared.messages import (
     RequestId,
     TensorId,
     TensorRef,
-    TransportAddress,
 )
 from triptych.shared.transport.api import ControlPlane
 from triptych.shared.transport.arena import Arena

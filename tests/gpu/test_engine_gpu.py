@@ -34,7 +34,8 @@ from triptych.loadgen.checkpoint import make_checkpoint
 from triptych.shared.checkpoint import Checkpoint, open_checkpoint
 from triptych.shared.engine.api import Chunk, Sequence
 from triptych.shared.engine.torch_engine import TorchEngine, load_engine
-from triptych.shared.messages import ImageInfo, RequestId
+from triptych.shared.image_info import ImageInfo
+from triptych.shared.messages import RequestId
 from triptych.shared.sampling_params import SamplingParams
 from triptych.shared.settings import Settings
 

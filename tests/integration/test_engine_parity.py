@@ -28,7 +28,8 @@ from triptych.shared.engine.api import Chunk, ImageSpan, Sequence
 from triptych.shared.engine.torch_engine import TorchEngine, load_engine
 from triptych.shared.engine.vision import patchify
 from triptych.shared.errors import BadRequest, InternalError
-from triptych.shared.messages import ImageInfo, RequestId
+from triptych.shared.image_info import ImageInfo
+from triptych.shared.messages import RequestId
 from triptych.shared.sampling_params import SamplingParams
 from triptych.shared.settings import Settings
 

@@ -19,6 +19,8 @@ from triptych.shared.bus import Bus
 from triptych.shared.checkpoint import Checkpoint, grid_thw, num_image_tokens, open_checkpoint
 from triptych.shared.engine.api import Chunk, ImageSpan, Sequence
 from triptych.shared.engine.torch_engine import TorchEngine, load_engine
+from triptych.shared.image_info import ImageInfo
+from triptych.shared.instance_info import Resources, TransportAddress
 from triptych.shared.messages import (
     HEARTBEAT_SUBJECT,
     Accepted,
@@ -27,7 +29,6 @@ from triptych.shared.messages import (
     EncodeRequest,
     Event,
     Heartbeat,
-    ImageInfo,
     InstanceId,
     InstanceRequest,
     Message,
@@ -37,10 +38,8 @@ from triptych.shared.messages import (
     PromptTokens,
     ReleaseRequest,
     RequestId,
-    Resources,
     Role,
     TokenBatch,
-    TransportAddress,
     stream_subject,
 )
 from triptych.shared.registry import Registry

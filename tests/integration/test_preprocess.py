@@ -33,6 +33,7 @@ from triptych.shared.bus import Bus
 from triptych.shared.checkpoint import open_checkpoint
 from triptych.shared.errors import BadRequest, DeadlineExceeded, InstanceLost, Overloaded
 from triptych.shared.http_host import listening_socket, url_of
+from triptych.shared.image_info import PixelLimits
 from triptych.shared.messages import (
     LOST_SUBJECT,
     DrainRequest,
@@ -40,7 +41,6 @@ from triptych.shared.messages import (
     Heartbeat,
     InstanceId,
     Lost,
-    PixelLimits,
     PreprocessReply,
     PreprocessRequest,
     ReleaseRequest,

@@ -14,7 +14,8 @@ from typing import cast
 from fastapi import FastAPI
 
 from triptych.shared.errors import BadRequest
-from triptych.shared.messages import Accepted, InstanceId, InstanceRequest, LaunchRequest, Message, Service, StageLoad
+from triptych.shared.instance_info import StageLoad
+from triptych.shared.messages import Accepted, InstanceId, InstanceRequest, LaunchRequest, Message, Service
 from triptych.shared.service import Report, ServiceApp, ServiceContext, run_service
 from triptych.shared.settings import Settings, load_settings
 

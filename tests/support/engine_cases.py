@@ -20,7 +20,8 @@ from PIL import Image
 from triptych.shared.checkpoint import Checkpoint, grid_thw, num_image_tokens, resized
 from triptych.shared.engine.api import Chunk, ImageSpan, Sequence
 from triptych.shared.engine.torch_engine import TorchEngine
-from triptych.shared.messages import ImageInfo, RequestId
+from triptych.shared.image_info import ImageInfo
+from triptych.shared.messages import RequestId
 from triptych.shared.sampling_params import SamplingParams
 
 MAX_TOKENS = 12

@@ -17,6 +17,8 @@ from triptych.services.instance import InstanceService
 from triptych.shared.bus import Bus
 from triptych.shared.engine.role import HostContext
 from triptych.shared.errors import InstanceLost, TriptychError
+from triptych.shared.image_info import ImageInfo
+from triptych.shared.instance_info import Resources
 from triptych.shared.messages import (
     Accepted,
     DecodeRequest,
@@ -24,7 +26,6 @@ from triptych.shared.messages import (
     EncodeRequest,
     Event,
     Heartbeat,
-    ImageInfo,
     InstanceId,
     Message,
     PlacedImage,
@@ -33,7 +34,6 @@ from triptych.shared.messages import (
     PromptTokens,
     ReleaseRequest,
     RequestId,
-    Resources,
     Role,
     TensorRef,
     TokenBatch,

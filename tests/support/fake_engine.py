@@ -17,7 +17,8 @@ from blake3 import blake3
 from triptych.shared.engine.api import Chunk, Sequence
 from triptych.shared.engine.paged_kv import BlockPool
 from triptych.shared.errors import InternalError
-from triptych.shared.messages import ImageInfo, ModelCard
+from triptych.shared.image_info import ImageInfo
+from triptych.shared.instance_info import ModelCard
 
 BLOCK_SIZE = 4
 EMBEDDING_SIZE = 2

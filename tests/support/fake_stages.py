@@ -23,6 +23,8 @@ from triptych.services.router.app import RouterService
 from triptych.shared.bus import Bus
 from triptych.shared.errors import UNREACHABLE, InstanceLost, TriptychError
 from triptych.shared.http_host import add_probes, gate_until_started, listening_socket, make_server, url_of
+from triptych.shared.image_info import ImageInfo
+from triptych.shared.instance_info import ModelCard, Resources, StageLoad
 from triptych.shared.messages import (
     Accepted,
     DecodeRequest,
@@ -30,20 +32,16 @@ from triptych.shared.messages import (
     EncodeRequest,
     Event,
     Heartbeat,
-    ImageInfo,
     InstanceId,
     KvRef,
     Lost,
     Message,
-    ModelCard,
     PrefillReply,
     PrefillRequest,
     PreprocessReply,
     PreprocessRequest,
     ReleaseRequest,
     RequestId,
-    Resources,
-    StageLoad,
     StageTime,
     TensorId,
     TensorRef,

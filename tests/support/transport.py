@@ -18,17 +18,8 @@ import torch
 
 from support.loopback import handle
 from triptych.shared.errors import DeadlineExceeded, InstanceLost, TriptychError, WireError, from_wire
-from triptych.shared.messages import (
-    ErrorReply,
-    InstanceId,
-    Message,
-    Reply,
-    RequestId,
-    TensorRef,
-    TransportAddress,
-    decode_reply,
-    encode,
-)
+from triptych.shared.instance_info import TransportAddress
+from triptych.shared.messages import ErrorReply, InstanceId, Message, Reply, RequestId, TensorRef, decode_reply, encode
 from triptych.shared.transport.layout import DTYPES, shaped
 from triptych.shared.transport.transport import InstanceTransport
 

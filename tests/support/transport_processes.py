@@ -15,7 +15,8 @@ import torch
 
 from support.loopback import handle
 from support.transport import PARENT, Frame, Order, PipePlane, pattern
-from triptych.shared.messages import PullRequest, TensorRef, TransportAddress, decode_request, encode
+from triptych.shared.instance_info import TransportAddress
+from triptych.shared.messages import PullRequest, TensorRef, decode_request, encode
 from triptych.shared.transport.transport import InstanceTransport
 
 TESTS = Path(__file__).resolve().parents[1]

@@ -13,7 +13,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 from support.bare_checkpoint import PROCESSOR, write_bare_checkpoint, write_weights
 from triptych.shared.checkpoint import ImageOptions, grid_thw, num_image_tokens, open_checkpoint, resized
 from triptych.shared.errors import BadRequest
-from triptych.shared.messages import PixelLimits
+from triptych.shared.image_info import PixelLimits
 
 OPTIONS = ImageOptions(14, 2, 2, 56 * 56, 448 * 448, (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
 MANY = [

@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from triptych.shared.messages import Heartbeat, InstanceId, Lost, Resources, Role, Service, State, TokenBatch
+from triptych.shared.instance_info import Resources
+from triptych.shared.messages import Heartbeat, InstanceId, Lost, Role, Service, State, TokenBatch
 from triptych.shared.registry import Registry
 
 TIMEOUT_S = 3.0

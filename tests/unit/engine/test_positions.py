@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from triptych.shared.engine.api import Chunk, ImageSpan, Sequence
 from triptych.shared.engine.positions import check_chunk, check_prompt, chunk_positions
 from triptych.shared.errors import InternalError
-from triptych.shared.messages import ImageInfo, RequestId
+from triptych.shared.image_info import ImageInfo
+from triptych.shared.messages import RequestId
 from triptych.shared.sampling_params import SamplingParams
 
 PAD = 99

@@ -25,7 +25,7 @@ from triptych.services.preprocess.decode import (
 )
 from triptych.shared.checkpoint import ImageOptions
 from triptych.shared.errors import BadRequest
-from triptych.shared.messages import ImageInfo
+from triptych.shared.image_info import ImageInfo
 
 pytestmark = pytest.mark.filterwarnings(r"ignore:::PIL\.")  # as DecodePool does
 IMAGE = ImageOptions(14, 2, 2, 56 * 56, 448 * 448, (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))

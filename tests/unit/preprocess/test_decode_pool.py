@@ -16,7 +16,7 @@ from triptych.services.preprocess.decode_pool import DecodePool, default_num_wor
 from triptych.services.preprocess.decode_process import DecodedImage
 from triptych.shared.checkpoint import ImageOptions
 from triptych.shared.errors import BadRequest, Overloaded
-from triptych.shared.messages import ImageInfo
+from triptych.shared.image_info import ImageInfo
 from triptych.shared.settings import Settings
 
 OPTIONS = DecodeOptions(ImageOptions(14, 2, 2, 3136, 200704, (0.5,) * 3, (0.5,) * 3), "rev", 1_000_000)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from triptych.services.router.load_book import InstanceView, LoadBook
-from triptych.shared.messages import Heartbeat, InstanceId, Lost, ModelCard, Resources, StageLoad
+from triptych.shared.instance_info import ModelCard, Resources, StageLoad
+from triptych.shared.messages import Heartbeat, InstanceId, Lost
 from triptych.shared.registry import Registry
 
 A = InstanceId("encoder-0-a")

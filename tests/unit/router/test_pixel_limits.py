@@ -10,7 +10,7 @@ import pytest
 from triptych.services.router.api_types import LOW_DETAIL_PIXELS, parse_chat
 from triptych.services.router.data_url import read_source
 from triptych.shared.errors import BadRequest
-from triptych.shared.messages import PixelLimits
+from triptych.shared.image_info import PixelLimits
 from triptych.shared.settings import Settings
 
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from triptych.shared.errors import InstanceLost, InternalError
-from triptych.shared.messages import Accepted, InstanceId, Message, PairRequest, PullRequest, Reply, TransportAddress
+from triptych.shared.instance_info import TransportAddress
+from triptych.shared.messages import Accepted, InstanceId, Message, PairRequest, PullRequest, Reply
 from triptych.shared.transport.rendezvous import Rendezvous
 from triptych.shared.transport.torch_distributed import Owners, Pullers
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from triptych.shared.errors import InstanceLost, InternalError
-from triptych.shared.messages import TensorId, TransportAddress
+from triptych.shared.instance_info import TransportAddress
+from triptych.shared.messages import TensorId
 from triptych.shared.transport.arena import KEEP_WARM_BYTES, Arena
 from triptych.shared.transport.shared_memory import PeerArena
 

@@ -1,0 +1,48 @@
+"""What a process tells of itself in its heartbeat: parts of messages (see messages.py)."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class TransportAddress(msgspec.Struct, frozen=True):
+    """How peers reach an instance's tensors: by its shared-memory arena, if they can open the path and read the token there,
+    or by its TCPStore."""
+
+    arena_path: str
+    arena_token: str
+    store_host: str
+    store_port: int
+
+
+class StageLoad(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What one role of one instance has to do: requests waiting and running, and tokens not yet computed (vision tokens
+    for an encoder, prompt tokens for prefill, tokens in context for decode)."""
+
+    stage: str
+    num_waiting: int = 0
+    num_running: int = 0
+    num_pending_tokens: int = 0
+
+
+class Resources(msgspec.Struct, frozen=True, omit_defaults=True):
+    pid: int
+    num_threads: int
+    pss_bytes: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    num_cached_blocks: int = 0
+    num_leased_blocks: int = 0
+    tensor_store_bytes: int = 0
+    tensor_store_capacity_bytes: int = 0
+    num_leases: int = 0
+    media_store_bytes: int = 0
+
+
+class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Which model an instance serves; a router only joins instances of one model and revision."""
+
+    name: str
+    revision: str
+    max_model_len: int
+    random_weights: bool = False
