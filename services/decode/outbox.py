@@ -1,15 +1,18 @@
 """Token chunks on their way to the routers: those of one step go out as one TokenBatch per router, while the next step
-already runs. A slow bus makes the decode loop wait (has_room) rather than the outbox grow.
+already runs. Steps that follow each other faster than anybody reads share a batch: a message and an event to the client cost
+the router as much for one token as for ten. A slow bus makes the decode loop wait (has_room) rather than the outbox grow.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 
+import msgspec
 import structlog
 
-from triptych.shared.messages import MAX_PAYLOAD_BYTES, Event, InstanceId, TokenBatch, TokenChunk, stream_subject
+from triptych.shared.messages import MAX_PAYLOAD_BYTES, Event, InstanceId, RequestId, TokenBatch, TokenChunk, stream_subject
 
 MAX_WAITING_CHUNKS = 16_384  # chosen: some 2 MB, hundreds of steps
 BATCH_BYTES = MAX_PAYLOAD_BYTES - 1024  # room for the batch's own fields
@@ -27,14 +30,19 @@ class Outbox:
     Args:
         instance_id: sender in the batches.
         publish: Bus.publish_event.
+        interval_s: least time between two batches to a router, unless an output ends.
     """
 
-    def __init__(self, instance_id: InstanceId, publish: Callable[[str, Event], Awaitable[None]]) -> None:
+    def __init__(
+        self, instance_id: InstanceId, publish: Callable[[str, Event], Awaitable[None]], interval_s: float = 0.0
+    ) -> None:
         self._instance_id = instance_id
         self._publish = publish
+        self._interval_s = interval_s
         self._waiting: dict[InstanceId, list[TokenChunk]] = {}
         self._num_waiting = 0
         self._filled = asyncio.Event()
+        self._is_urgent = asyncio.Event()  # an output has ended, or there is no room
         self._has_room = asyncio.Event()
         self._has_room.set()
         self._task: asyncio.Task[None] | None = None
@@ -58,18 +66,27 @@ class Outbox:
         self._filled.set()
         if self._num_waiting >= MAX_WAITING_CHUNKS:
             self._has_room.clear()
+        if chunk.finish_reason is not None or chunk.error is not None or not self._has_room.is_set():
+            self._is_urgent.set()
 
     async def has_room(self) -> None:
         """Returns when fewer than MAX_WAITING_CHUNKS wait. Unbounded: the caller's requests have deadlines."""
         await self._has_room.wait()
 
     async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        next_s = 0.0
         while True:
             await self._filled.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(next_s):
+                    await self._is_urgent.wait()
+            next_s = loop.time() + self._interval_s
             self._filled.clear()
+            self._is_urgent.clear()
             waiting, self._waiting = self._waiting, {}
             for router_id, chunks in waiting.items():
-                await self._send(router_id, chunks)
+                await self._send(router_id, joined(chunks))
                 self._num_waiting -= len(chunks)
             if self._num_waiting < MAX_WAITING_CHUNKS:
                 self._has_room.set()
@@ -80,6 +97,20 @@ class Outbox:
                 await self._publish(stream_subject(router_id), batch)
         except Exception:  # a bug; its router sees a gap and ends these requests, the others must go on
             _log.exception("token chunks could not be sent", num_chunks=len(chunks))
+
+
+def joined(chunks: Iterable[TokenChunk]) -> list[TokenChunk]:
+    """One chunk of each request, with all its tokens."""
+    of_request: dict[RequestId, TokenChunk] = {}
+    for chunk in chunks:
+        before = of_request.get(chunk.request_id)
+        of_request[chunk.request_id] = chunk if before is None else _sum(before, chunk)
+    return list(of_request.values())
+
+
+def _sum(before: TokenChunk, chunk: TokenChunk) -> TokenChunk:
+    token_ids, logprobs = before.token_ids + chunk.token_ids, before.logprobs + chunk.logprobs
+    return msgspec.structs.replace(chunk, seq=before.seq, token_ids=token_ids, logprobs=logprobs)
 
 
 def batches(instance_id: InstanceId, chunks: Iterable[TokenChunk]) -> Iterator[TokenBatch]:

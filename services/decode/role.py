@@ -42,7 +42,7 @@ class DecodeRole:
         self._pulls = asyncio.Semaphore(MAX_PULLS)
         self._batch = DecodeBatch(context, self._on_outcome)
         self._loop = StepLoop("decode", self._step, self._batch.fail_all)
-        self._outbox = Outbox(context.instance_id, context.publish_event)
+        self._outbox = Outbox(context.instance_id, context.publish_event, context.settings.stream_interval_s)
         self._jobs: set[DecodeJob] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._signs: asyncio.Task[None] | None = None

@@ -394,7 +394,7 @@ async def test_random_releases_leak_nothing() -> None:
 
 @pytest.mark.parametrize("num_tokens", [2, 17, 40])
 async def test_an_output_that_is_wanted_whole_comes_in_few_chunks(num_tokens: int) -> None:
-    cluster, _, _ = await start()
+    cluster, _, _ = await start(stream_interval_s=0)
     request = text_request("r", [1, 2, 3], num_tokens)
     await cluster.decode("d", request, await cluster.prefill("p", request), whole=True)
     assert (await cluster.finished("r")).token_ids == expected_tokens([1, 2, 3], 0, num_tokens)[1:]

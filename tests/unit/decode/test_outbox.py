@@ -64,6 +64,28 @@ async def test_a_step_makes_one_batch_per_router() -> None:
     await outbox.stop()
 
 
+async def test_quick_steps_share_a_batch_until_an_output_ends() -> None:
+    bus = FakeBus()
+    outbox = Outbox(ME, bus.publish_event, interval_s=60)
+    outbox.start()
+    router, r, other = InstanceId("router-a"), RequestId("r"), RequestId("other")
+    outbox.add(router, TokenChunk(r, 1, (1,)))
+    await until(outbox.is_empty, "the first goes out at once")
+    for seq in (2, 3, 4):
+        outbox.add(router, TokenChunk(r, seq, (seq,)))
+        outbox.add(router, TokenChunk(other, seq, (10 * seq,)))
+        await asyncio.sleep(0)
+    assert len(bus.events[stream_subject(router)]) == 1
+    outbox.add(router, TokenChunk(other, 5, (50,), finish_reason="stop"))
+    await until(outbox.is_empty, "the end takes along what waits")
+    first, second = bus.events[stream_subject(router)]
+    assert isinstance(first, TokenBatch)
+    assert first.chunks == (TokenChunk(r, 1, (1,)),)
+    assert isinstance(second, TokenBatch)
+    assert second.chunks == (TokenChunk(r, 2, (2, 3, 4)), TokenChunk(other, 2, (20, 30, 40, 50), finish_reason="stop"))
+    await outbox.stop()
+
+
 async def test_a_slow_bus_holds_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox_module, "MAX_WAITING_CHUNKS", 3)
     bus = FakeBus()
