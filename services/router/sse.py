@@ -21,7 +21,7 @@ class EventStream(Response):
     Args:
         events: whole events, already encoded; handles its own errors.
         timeout_s: longest time to send them in: bounds a client that stays but doesn't read.
-        ping_interval_s: longest silence.
+        ping_interval_s: longest silence before a ping.
     """
 
     media_type = "text/event-stream"
@@ -35,7 +35,7 @@ class EventStream(Response):
         self._timeout_s = timeout_s
         self._ping_interval_s = ping_interval_s
         self._close = close
-        self._is_quiet = True
+        self._sent_at_s = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_sent = False
@@ -50,11 +50,12 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        self._sent_at_s = asyncio.get_running_loop().time()
         pinging = asyncio.create_task(self._ping(send), name="pings")
         try:
             async with aclosing(self._events) as events:
                 async for piece in events:
-                    self._is_quiet = False
+                    self._sent_at_s = asyncio.get_running_loop().time()
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
         finally:
             pinging.cancel()
@@ -62,8 +63,11 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _ping(self, send: Send) -> None:
+        loop = asyncio.get_running_loop()
         while True:
-            self._is_quiet = True
-            await asyncio.sleep(self._ping_interval_s)
-            if self._is_quiet:
-                await send({"type": "http.response.body", "body": PING, "more_body": True})
+            left_s = self._sent_at_s + self._ping_interval_s - loop.time()
+            if left_s > 0:
+                await asyncio.sleep(left_s)
+                continue
+            self._sent_at_s = loop.time()
+            await send({"type": "http.response.body", "body": PING, "more_body": True})
