@@ -1,10 +1,11 @@
-"""The router process: takes chat requests over HTTP and leads each through the stages. Torch is never imported here."""
+"""The router process: takes requests for text over HTTP and leads each through the stages. Torch is never imported here."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -65,6 +66,7 @@ class RouterService:
         self._running: _Running | None = None
         self._inflight: dict[str, RequestRecord] = {}  # those still arriving included
         self._num_admitted = 0
+        self._num_tokenizing = 0
         self._workers = ThreadPoolExecutor(NUM_WORKER_THREADS, thread_name_prefix="prepare")
         self.app = FastAPI(title="Triptych", summary="OpenAI-compatible chat with pictures")
         install_error_handlers(self.app)
@@ -163,7 +165,7 @@ class RouterService:
         self._num_admitted += 1
 
     async def tokenize(self, request: Request) -> Response:
-        """Not counted among the requests inside: it touches no stage."""
+        """Not counted among the requests inside: it touches no stage. As many again are taken."""
         return await self._quickly(tokenize, request)
 
     async def detokenize(self, request: Request) -> Response:
@@ -172,7 +174,13 @@ class RouterService:
     async def _quickly(self, read: Read[dict[str, Any]], request: Request) -> Response:
         if self._running is None:
             return error_response(Overloaded("the server is starting"))
-        return await answer_quickly(self._running.edge, read, request)
+        if self._num_tokenizing >= self._settings.max_inflight:
+            return error_response(Overloaded("too many prompts wait to be tokenized; try again later"))
+        self._num_tokenizing += 1
+        try:
+            return await answer_quickly(self._running.edge, read, request)
+        finally:
+            self._num_tokenizing -= 1
 
     def models(self) -> list[dict[str, Any]]:
         """Empty until a request could be answered."""
@@ -219,11 +227,12 @@ class RouterService:
 
     # --- ends -----------------------------------------------------------------------------------------------------------
 
-    def _on_end(self, record: RequestRecord, status: int, finish_reason: FinishReason | None, before: Phase) -> None:
+    def _on_end(self, records: Sequence[RequestRecord], status: int, finish_reason: FinishReason | None, before: Phase) -> None:
+        record = records[0]
         del self._inflight[record.base_id]
         self._num_admitted -= before is not Phase.ARRIVING
         if self._running is not None:
-            self._running.metrics.on_end(record, status, finish_reason, before)
+            self._running.metrics.on_end(records, status, finish_reason, before)
             self._running.metrics.inflight.labels("router").set(len(self._inflight))
         _log.debug("request ended", request_id=record.base_id, status=status, attempts=len(record.attempts))
 

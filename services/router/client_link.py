@@ -35,6 +35,24 @@ class BodyStore:
         self.num_bytes -= num_bytes
 
 
+class BodyShare:
+    """What one request has of a BodyStore."""
+
+    def __init__(self, store: BodyStore) -> None:
+        self._store = store
+        self._num_bytes = 0
+
+    def take(self, num_bytes: int) -> None:
+        """Raises Overloaded as the store does."""
+        self._store.take(num_bytes)
+        self._num_bytes += num_bytes
+
+    def give_back(self) -> None:
+        """All of it. Nothing the second time."""
+        self._store.give_back(self._num_bytes)
+        self._num_bytes = 0
+
+
 async def read_body(request: Request, max_bytes: int, timeout_s: float, take: Callable[[int], None]) -> bytes:
     """The whole body. take: called with the size of each piece before it is kept; may raise.
 

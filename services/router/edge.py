@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -25,8 +25,9 @@ Read = Callable[[bytes, Model, Bounds], T]
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """admit: called when a request's body is there; raises Overloaded when too many are inside. on_end: (record, status,
-    finish_reason, phase before the end), called exactly once for each request, admitted or not."""
+    """admit: called when a request's body is there; raises Overloaded when too many are inside. on_end: (the records of
+    all choices, status, finish_reason, phase before the end), called exactly once for each request, admitted or not. Status,
+    reason and phase are the first choice's."""
 
     settings: Settings
     model: Model
@@ -35,7 +36,7 @@ class Edge:
     workers: Executor
     bodies: BodyStore
     admit: Callable[[RequestRecord], None]
-    on_end: Callable[[RequestRecord, int, FinishReason | None, Phase], None]
+    on_end: Callable[[Sequence[RequestRecord], int, FinishReason | None, Phase], None]
 
     async def in_worker(self, read: Read[T], body: bytes) -> T:
         """read(body, ...) in a worker thread: parsing, rendering and tokenizing may take long.
@@ -50,4 +51,4 @@ class Edge:
         except TimeoutError:
             if call.cancel():
                 raise Overloaded("too many prompts wait to be tokenized; try again later") from None
-            raise BadRequest("the prompt takes too long to tokenize; make it shorter", param="messages") from None
+            raise BadRequest("the prompt takes too long to tokenize; make it shorter") from None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from triptych.services.router.record import STAGES, Phase, RequestRecord
@@ -16,9 +18,13 @@ class RouterMetrics:
     """No request id is ever a label. `code` is the HTTP status; 499: the client left before its answer."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.requests = Counter("triptych_requests", "chat requests by outcome", ["code", "finish_reason"], registry=registry)
-        self.inflight = Gauge("triptych_requests_inflight", "chat requests inside", ["stage"], registry=registry)
-        self.rejections = Counter("triptych_rejections", "chat requests refused at the door", registry=registry)
+        self.requests = Counter(
+            "triptych_requests", "requests for text by outcome", ["code", "finish_reason"], registry=registry
+        )
+        self.inflight = Gauge(
+            "triptych_requests_inflight", "requests for text, arriving ones included", ["stage"], registry=registry
+        )
+        self.rejections = Counter("triptych_rejections", "requests for text refused before they were inside", registry=registry)
         self.retries = Counter("triptych_attempts_repeated", "attempts after the first", registry=registry)
         self.cancellations = Counter("triptych_cancellations", "clients that left", ["stage"], registry=registry)
         self.ttft = self._histogram("triptych_time_to_first_token_seconds", "arrival to first token", "modality", registry)
@@ -38,10 +44,16 @@ class RouterMetrics:
     def _histogram(name: str, text: str, label: str, registry: CollectorRegistry) -> Histogram:
         return Histogram(name, text, [label], buckets=BUCKETS_S, registry=registry)
 
-    def on_end(self, record: RequestRecord, code: int, finish_reason: FinishReason | None, phase_before: Phase) -> None:
-        """Count a request that was admitted; phase_before: how far it had come."""
+    def on_end(
+        self, records: Sequence[RequestRecord], code: int, finish_reason: FinishReason | None, phase_before: Phase
+    ) -> None:
+        """Count a request. records: of all its choices, whose work is counted; its latencies are the first one's.
+        phase_before: how far it had come."""
+        record = records[0]
+        if phase_before is Phase.ARRIVING and code == 503:
+            self.rejections.inc()
         self.requests.labels(code, finish_reason or "").inc()
-        self.retries.inc(max(0, len(record.attempts) - 1))
+        self.retries.inc(sum(max(0, len(one.attempts) - 1) for one in records))
         if record.phase is Phase.CANCELLED:
             self.cancellations.labels(phase_before.value).inc()
         modality = "image" if record.num_image_tokens else "text"
@@ -49,7 +61,7 @@ class RouterMetrics:
             self.ttft.labels(modality).observe(record.first_token_at_s - record.arrived_at_s)
         if record.phase is Phase.FINISHED and record.ended_at_s is not None:
             self.e2e.labels(modality).observe(record.ended_at_s - record.arrived_at_s)
-        for attempt in record.attempts:
+        for attempt in (attempt for one in records for attempt in one.attempts):
             for stamp in attempt.stamps:
                 if stamp.begun_at_s is not None and stamp.ended_at_s is not None:
                     self.stage_seconds.labels(stamp.stage).observe(stamp.ended_at_s - stamp.begun_at_s)

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from triptych.services.router.asks import Ask, read_chat, read_completion
 from triptych.services.router.attempt import Job
 from triptych.services.router.choices import Choice, merged, pieces_of
-from triptych.services.router.client_link import ClientGoneError, read_body, while_connected
+from triptych.services.router.client_link import BodyShare, ClientGoneError, read_body, while_connected
 from triptych.services.router.edge import Edge, Read
 from triptych.services.router.http_errors import as_typed, error_object, error_response
 from triptych.services.router.output import Output, Piece
@@ -56,7 +56,7 @@ class Session:
         self._request = request
         self._wants_trace = request.headers.get(TRACE_HEADER) == "1"
         self._body = b""
-        self._num_body_bytes = 0
+        self._share = BodyShare(edge.bodies)
         self._records = [record]
         self._num_choices = 1
         self._pieces: AsyncGenerator[Piece] | None = None
@@ -69,7 +69,7 @@ class Session:
         try:
             settings = self._edge.settings
             timeout_s = min(settings.body_timeout_s, self._record.remaining_s(time.monotonic()))
-            self._body = await read_body(self._request, settings.max_body_bytes, timeout_s, self._take_bytes)
+            self._body = await read_body(self._request, settings.max_body_bytes, timeout_s, self._share.take)
             self._edge.admit(self._record)
             response = await while_connected(self._request.receive, self._respond())
         except ClientGoneError:
@@ -124,14 +124,6 @@ class Session:
                 made.append(Choice(job, self._record if not made else self._record.sibling(len(made)), output))
         return made
 
-    def _take_bytes(self, num_bytes: int) -> None:
-        self._edge.bodies.take(num_bytes)
-        self._num_body_bytes += num_bytes
-
-    def _give_back_bytes(self) -> None:
-        self._edge.bodies.give_back(self._num_body_bytes)
-        self._num_body_bytes = 0
-
     async def _whole(self, bodies: Bodies, pieces: AsyncGenerator[Piece]) -> Response:
         whole = sorted([piece async for piece in pieces], key=lambda piece: piece.index)
         self._finish_reason = whole[0].finish_reason
@@ -150,7 +142,7 @@ class Session:
                 opening = b""
             yield opening + self._news(bodies, await first)
             if len(self._records) == 1:
-                self._give_back_bytes()  # there will be no other attempt: the pictures are gone
+                self._share.give_back()  # there will be no other attempt: the pictures are gone
             async for piece in rest:
                 if data := self._news(bodies, piece):
                     yield data
@@ -192,10 +184,10 @@ class Session:
             if self._pieces is not None:
                 await self._pieces.aclose()
         finally:
-            self._give_back_bytes()
+            self._share.give_back()
             before = self._record.phase
             if self._record.end(phase, time.monotonic()):
-                self._edge.on_end(self._record, status, self._finish_reason, before)
+                self._edge.on_end(self._records, status, self._finish_reason, before)
 
 
 async def _next(pieces: AsyncGenerator[Piece]) -> Piece:

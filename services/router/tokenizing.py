@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from triptych.services.router.api_types import ProcessorKwargs, read_messages
 from triptych.services.router.asks import Bounds, Model
-from triptych.services.router.client_link import ClientGoneError, read_body
+from triptych.services.router.client_link import BodyShare, ClientGoneError, read_body
 from triptych.services.router.completion_types import DetokenizeRequest, TokenizeRequest
 from triptych.services.router.edge import Edge, Read
 from triptych.services.router.edge_model import decode_body, validated
@@ -21,23 +21,16 @@ from triptych.shared.errors import BadRequest
 
 async def answer_quickly(edge: Edge, read: Read[dict[str, Any]], request: Request) -> Response:
     """The answer of one of the functions below, or its error."""
-    num_bytes = 0
-
-    def take(count: int) -> None:
-        nonlocal num_bytes
-        edge.bodies.take(count)
-        num_bytes += count
-
+    settings, share = edge.settings, BodyShare(edge.bodies)
     try:
-        settings = edge.settings
-        body = await read_body(request, settings.max_body_bytes, settings.request_timeout_s, take)
+        body = await read_body(request, settings.max_body_bytes, settings.body_timeout_s, share.take)
         return JSONResponse(await edge.in_worker(read, body))
     except ClientGoneError:
         return Response()
     except Exception as error:
         return error_response(as_typed(error))
     finally:
-        edge.bodies.give_back(num_bytes)
+        share.give_back()
 
 
 def tokenize(body: bytes, model: Model, bounds: Bounds) -> dict[str, Any]:

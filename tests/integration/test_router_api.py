@@ -349,15 +349,28 @@ async def test_a_body_over_the_bound_is_answered_before_it_is_read(checkpoint: P
         await world.settled()
 
 
-async def test_a_body_that_does_not_arrive(checkpoint: Path) -> None:
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+async def test_a_body_that_does_not_arrive(checkpoint: Path, path: str) -> None:
     """A slow client does not keep a place inside for ever."""
     async with World(checkpoint, body_timeout_s=0.2) as world:
         reader, writer = await asyncio.open_connection(*world.url.removeprefix("http://").split(":"))
-        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        writer.write(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{{".encode())
         head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
         assert head.startswith(b"HTTP/1.1 408")
         writer.close()
         await world.settled()
+
+
+async def test_tokenizing_is_bounded(checkpoint: Path) -> None:
+    async with World(checkpoint, max_inflight=1) as world:
+        _, writer = await asyncio.open_connection(*world.url.removeprefix("http://").split(":"))
+        writer.write(b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        await until(lambda: world.router._num_tokenizing == 1, "the first arrives")
+        response = await world.http.post("/detokenize", json={"tokens": [1]})
+        assert (response.status_code, error_of(response)["code"]) == (503, "overloaded")
+        writer.close()
+        await until(lambda: world.router._num_tokenizing == 0, "the first is gone")
+        assert (await world.http.post("/detokenize", json={"tokens": [1]})).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
