@@ -67,17 +67,19 @@ def up(
     decode: Count = 1,
     colocated: Annotated[bool, typer.Option("--colocated", help="one process for all three engine roles")] = False,
     ready_timeout_s: Annotated[float, typer.Option(min=1, help="give up when not ready in time")] = 600.0,
-    log_dir: Annotated[Path | None, typer.Option(help="keep the logs there; default: a folder removed at the end")] = None,
+    log_dir: Annotated[Path | None, typer.Option(help="keep the logs there; default: only those of a failed start")] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Start a whole cluster on this machine; Ctrl-C stops it."""
     from triptych.services.launcher.plan import Counts  # pulls in HTTP client, NATS, uvloop: not for --help
     from triptych.services.launcher.up import UpOptions, run_up
     from triptych.shared.checkpoint import open_checkpoint
-    from triptych.shared.http_host import resolve_host
+    from triptych.shared.http_host import listening_socket, resolve_host
 
     _need_model(settings)
-    resolve_host(settings.bind_host)  # as is one that nothing can listen on
+    host = resolve_host(settings.bind_host)  # as is one that nothing can listen on
+    if settings.port:
+        listening_socket(host, settings.port).close()  # one that is taken is told now, not by a router that ends
     _log_to_terminal(settings)
     open_checkpoint(settings.model, settings.model_name)  # a wrong model fails here, once; a hub id is downloaded once
     counts = Counts(router, preprocess, encoder, prefill, decode, colocated)

@@ -37,6 +37,7 @@ PROBE_TIMEOUT_S = 2.0  # chosen: one look at /ready
 NUM_PORT_TRIES = 3  # chosen: its port may have been taken between choosing and binding; not three times in a row
 KILL_AFTER_S = 5.0  # chosen: on top of a drain's own bound
 RUN_PREFIX = "triptych-up-"
+LOGS = "logs"
 MAIN_ROUTER = "router-0"
 FATAL_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -79,10 +80,21 @@ def run_up(settings: Settings, options: UpOptions) -> int:
 async def _run(settings: Settings, options: UpOptions) -> int:
     _remove_stale_runs()
     folder = Path(tempfile.mkdtemp(prefix=f"{RUN_PREFIX}{os.getpid()}-"))
+    status = 0
     try:
-        return await Up(settings, options, folder).run()
+        status = await Up(settings, options, folder).run()
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder, keep_logs=status != 0)
+    return status
+
+
+def _remove(folder: Path, keep_logs: bool) -> None:
+    """Logs of a failed start are still to be read; the next run removes them."""
+    for path in folder.iterdir():
+        if not (keep_logs and path.name == LOGS):
+            shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 def _remove_stale_runs() -> None:
@@ -100,7 +112,7 @@ class Up:
         self._settings = settings
         self._options = options
         self._folder = folder
-        self._logs = options.log_dir or folder / "logs"
+        self._logs = options.log_dir or folder / LOGS
         self._begin_s = time.monotonic()
         self._slots = plan_slots(options.counts)
         self._template = Template(template_env(settings, folder / "tmp")) if IS_SUPPORTED else None

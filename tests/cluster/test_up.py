@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -88,6 +92,31 @@ def test_a_wrong_setting_is_named(tiny_checkpoint: Path, tmp_path: Path) -> None
 def test_a_missing_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"no-such-model"):
         Cluster(tmp_path / "no-such-model", tmp_path / "run")
+
+
+def test_a_port_that_is_taken_is_told_before_anything_starts(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(AssertionError, match=f"can't listen on 127.0.0.1 port {port}") as failed:
+            Cluster(tiny_checkpoint, tmp_path, args=["--port", str(port)])
+    assert "logs:" not in str(failed.value), "processes were started"
+
+
+def test_the_logs_of_a_failed_start_stay(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    command = [str(Path(sys.executable).with_name("triptych")), "up", "--port", "0", "--ready-timeout-s", "1"]
+    done = subprocess.run(
+        [*command, "--model", str(tiny_checkpoint)],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "not ready after 1 s" in done.stderr
+    [logs] = tmp_path.glob("triptych-up-*/*")
+    assert f"logs: {logs}" in done.stderr
+    assert list(logs.glob("*.log"))
 
 
 @pytest.mark.timeout(180)
