@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from triptych.services.router.attempt import Job, Parts
-from triptych.services.router.output import Output, Piece, SaidToken
+from triptych.services.router.output import Output, OutputToken, Piece
 from triptych.services.router.record import RequestRecord
 from triptych.services.router.retry import run_request
 from triptych.services.router.token_streams import RESTARTED
@@ -86,11 +86,11 @@ class _Whole:
     """All pieces of a choice."""
 
     texts: list[str] = field(default_factory=list)
-    said: list[SaidToken] = field(default_factory=list)
+    tokens: list[OutputToken] = field(default_factory=list)
 
     def add(self, piece: Piece) -> None:
         self.texts.append(piece.text)
-        self.said += piece.said
+        self.tokens += piece.tokens
 
     def piece(self, last: Piece) -> Piece:
-        return Piece(last.index, "".join(self.texts), last.finish_reason, tuple(self.said))
+        return Piece(last.index, "".join(self.texts), last.finish_reason, tuple(self.tokens))

@@ -15,7 +15,7 @@ from triptych.shared.sampling_params import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
-class SaidToken:
+class OutputToken:
     """An output token and its log probabilities."""
 
     token_id: int
@@ -24,12 +24,12 @@ class SaidToken:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What is new of one choice. said: the tokens of which nothing was told yet, when probabilities were asked for."""
+    """What is new of one choice. tokens: those not told of yet, when log probabilities were asked for."""
 
     index: int
     text: str
     finish_reason: FinishReason | None = None
-    said: tuple[SaidToken, ...] = ()
+    tokens: tuple[OutputToken, ...] = ()
 
 
 class Output:
@@ -41,14 +41,14 @@ class Output:
         self._stops = StopStrings(stop)
         self._min_tokens = min_tokens
         self._can_stop = bool(stop)
-        self._said: list[SaidToken] = []
+        self._untold: list[OutputToken] = []
         self.num_tokens = 0
 
     def push(self, tokens: Tokens) -> Piece:
         """What is certain now; its text may be empty. After a piece with finish_reason nothing may come."""
         before = self.num_tokens
         text = self._search(tokens.token_ids) if self._can_stop else self._take(tokens.token_ids)
-        self._said += map(SaidToken, tokens.token_ids[: self.num_tokens - before], tokens.logprobs)
+        self._untold += map(OutputToken, tokens.token_ids[: self.num_tokens - before], tokens.logprobs)
         finish_reason = tokens.finish_reason
         if finish_reason is not None and not self._stops.is_met:
             text += self._stops.push(self._detokenizer.finish())
@@ -57,8 +57,8 @@ class Output:
             finish_reason = "stop"
         if not text and finish_reason is None:
             return Piece(self._index, "")
-        said, self._said = tuple(self._said), []
-        return Piece(self._index, text, finish_reason, said)
+        untold, self._untold = tuple(self._untold), []
+        return Piece(self._index, text, finish_reason, untold)
 
     def _take(self, token_ids: Sequence[int]) -> str:
         self.num_tokens += len(token_ids)

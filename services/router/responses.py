@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from triptych.services.router.output import Piece, SaidToken
+from triptych.services.router.output import OutputToken, Piece
 from triptych.services.router.record import RequestRecord
 from triptych.services.router.token_texts import TokenTexts
 from triptych.shared.messages import StageTime
@@ -40,7 +40,7 @@ class Bodies(ABC):
             {
                 "index": piece.index,
                 **self._whole_text(piece.text),
-                "logprobs": self._logprobs(piece) if piece.said else None,
+                "logprobs": self._logprobs(piece) if piece.tokens else None,
                 "finish_reason": piece.finish_reason,
             }
             for piece in pieces
@@ -54,8 +54,8 @@ class Bodies(ABC):
     def events(self, piece: Piece, trace: dict[str, Any] | None = None) -> bytes:
         """Nothing for a piece without news. trace: goes with the finish_reason."""
         data = b""
-        if piece.text or piece.said:
-            logprobs = _encode(self._logprobs(piece)) if piece.said else b"null"
+        if piece.text or piece.tokens:
+            logprobs = _encode(self._logprobs(piece)) if piece.tokens else b"null"
             data = self._event(piece.index, self._text(piece.text), logprobs)
         if piece.finish_reason is not None:
             extra = b"" if trace is None else b',"triptych":' + _encode(trace)
@@ -97,11 +97,11 @@ class ChatBodies(Bodies):
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
     def _logprobs(self, piece: Piece) -> dict[str, Any]:
-        return {"content": [self._said(said) for said in piece.said], "refusal": None}
+        return {"content": [self._output_token(token) for token in piece.tokens], "refusal": None}
 
-    def _said(self, said: SaidToken) -> dict[str, Any]:
-        top = [self._token(token_id, logprob) for token_id, logprob in said.logprobs.top]
-        return {**self._token(said.token_id, said.logprobs.logprob), "top_logprobs": top}
+    def _output_token(self, token: OutputToken) -> dict[str, Any]:
+        top = [self._token(token_id, logprob) for token_id, logprob in token.logprobs.top]
+        return {**self._token(token.token_id, token.logprobs.logprob), "top_logprobs": top}
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         data = self._texts.bytes_of(token_id)
@@ -126,23 +126,23 @@ class CompletionBodies(Bodies):
 
     def _logprobs(self, piece: Piece) -> dict[str, Any]:
         """The token itself is among its top_logprobs, as OpenAI has it, unless no top was asked for."""
-        tokens = [self._token_text(said.token_id) for said in piece.said]
+        tokens = [self._token_text(token.token_id) for token in piece.tokens]
         offsets = []
         for token in tokens:
             offsets.append(self._num_chars.get(piece.index, 0))
             self._num_chars[piece.index] = offsets[-1] + len(token)
         return {
             "tokens": tokens,
-            "token_logprobs": [said.logprobs.logprob for said in piece.said],
-            "top_logprobs": [self._top(said) for said in piece.said],
+            "token_logprobs": [token.logprobs.logprob for token in piece.tokens],
+            "top_logprobs": [self._top(token) for token in piece.tokens],
             "text_offset": offsets,
         }
 
-    def _top(self, said: SaidToken) -> dict[str, float] | None:
-        if not said.logprobs.top:
+    def _top(self, token: OutputToken) -> dict[str, float] | None:
+        if not token.logprobs.top:
             return None
-        top = {self._token_text(token_id): logprob for token_id, logprob in reversed(said.logprobs.top)}
-        return {**top, self._token_text(said.token_id): said.logprobs.logprob}
+        top = {self._token_text(token_id): logprob for token_id, logprob in reversed(token.logprobs.top)}
+        return {**top, self._token_text(token.token_id): token.logprobs.logprob}
 
     def _token_text(self, token_id: int) -> str:
         return self._texts.bytes_of(token_id).decode(errors="replace")

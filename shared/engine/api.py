@@ -37,7 +37,7 @@ class Sequence:
     in block_table, whose blocks hold block_size tokens each and must cover what is computed next.
     positions: int64 [3, num_prompt_tokens] rotary positions of the prompt, set by Engine.prepare; later tokens are at
     index + position_delta. prompt_token_set: the prompt's ids as bits (see DecodeRequest) where token_ids doesn't know them.
-    said: the sampler's counts for penalties. logprobs: of the token that Engine.run gave last, where sampling asks.
+    token_counts: the sampler's, for penalties. logprobs: of the token that Engine.run gave last, where sampling asks.
     """
 
     request_id: RequestId
@@ -50,7 +50,7 @@ class Sequence:
     positions: torch.Tensor | None = None
     position_delta: int = 0
     prompt_token_set: bytes = b""
-    said: TokenCounts | None = None
+    token_counts: TokenCounts | None = None
     logprobs: TokenLogprobs | None = None
     is_plain_greedy: bool = field(init=False)  # kept: asked at every step
 

@@ -1,4 +1,4 @@
-"""Penalties on tokens that were said before, as OpenAI (presence, frequency) and transformers (repetition) define them.
+"""Penalties on tokens that came before, as OpenAI (presence, frequency) and transformers (repetition) define them.
 
 A sequence's counts grow with its output, a token at a time; all rows of a batch are penalised in one go. Used by sampling.py.
 Shapes: R rows, V vocabulary, N (row, token) pairs.
@@ -57,19 +57,19 @@ class TokenCounts:
 
 
 def has_penalty(params: SamplingParams) -> bool:
-    """Whether what was said before matters."""
+    """Whether the tokens before matter."""
     return bool(params.presence_penalty or params.frequency_penalty) or params.repetition_penalty != 1
 
 
 def penalise(
-    logits_RV: torch.Tensor, rows: Sequence[int], samplings: Sequence[SamplingParams], said: Sequence[TokenCounts]
+    logits_RV: torch.Tensor, rows: Sequence[int], samplings: Sequence[SamplingParams], counts: Sequence[TokenCounts]
 ) -> None:
-    """Change, in place, the logits of what was said, in these rows of logits_RV."""
+    """Change, in place, in these rows of logits_RV, the logits of the tokens in counts."""
     device = logits_RV.device
-    sizes = torch.tensor([len(counts.ids) for counts in said])
+    sizes = torch.tensor([len(one.ids) for one in counts])
     row_N = torch.repeat_interleave(torch.tensor(rows), sizes).to(device)
-    id_N = torch.cat([counts.ids for counts in said]).to(device)
-    count_N = torch.cat([counts.counts for counts in said]).to(device)
+    id_N = torch.cat([one.ids for one in counts]).to(device)
+    count_N = torch.cat([one.counts for one in counts]).to(device)
     factors = torch.tensor([(s.repetition_penalty, s.frequency_penalty, s.presence_penalty) for s in samplings])
     repetition_N, frequency_N, presence_N = torch.repeat_interleave(factors, sizes, dim=0).to(device).unbind(1)
     logit_N = logits_RV[row_N, id_N]

@@ -117,17 +117,17 @@ def _penalise(logits_RV: torch.Tensor, sequences: Seq[Sequence]) -> None:
     rows = [row for row, sequence in enumerate(sequences) if has_penalty(sequence.sampling)]
     if not rows:
         return
-    said = [_said(sequences[row]) for row in rows]
-    penalise(logits_RV, rows, [sequences[row].sampling for row in rows], said)
+    counts = [_token_counts(sequences[row]) for row in rows]
+    penalise(logits_RV, rows, [sequences[row].sampling for row in rows], counts)
 
 
-def _said(sequence: Sequence) -> TokenCounts:
-    if sequence.said is None:
+def _token_counts(sequence: Sequence) -> TokenCounts:
+    if sequence.token_counts is None:
         repeats = sequence.sampling.repetition_penalty != 1
         prompt = token_ids_of(sequence.prompt_token_set) or sequence.token_ids[: sequence.num_prompt_tokens]
-        sequence.said = TokenCounts(prompt if repeats else ())
-    sequence.said.follow(sequence.token_ids, sequence.num_prompt_tokens)
-    return sequence.said
+        sequence.token_counts = TokenCounts(prompt if repeats else ())
+    sequence.token_counts.follow(sequence.token_ids, sequence.num_prompt_tokens)
+    return sequence.token_counts
 
 
 def _note_logprobs(logits_RV: torch.Tensor, sequences: Seq[Sequence], tokens: list[int]) -> None:

@@ -87,7 +87,7 @@ def test_stop_strings_across_tokens(tokenizer: Tokenizer, text: str, stop: str, 
     count = output.num_tokens
     assert tokenizer.decode(token_ids[:count]).startswith(text[: text.find(stop) + len(stop)] if stop in text else text)
     assert count == len(token_ids) or stop not in tokenizer.decode(token_ids[: count - 1])
-    assert [said.token_id for piece in pieces for said in piece.said] == token_ids[:count]
+    assert [token.token_id for piece in pieces for token in piece.tokens] == token_ids[:count]
 
 
 def test_stop_strings_do_not_count_within_min_tokens(tokenizer: Tokenizer) -> None:
@@ -103,13 +103,13 @@ def test_tokens_and_their_bytes(tokenizer: Tokenizer, text: str, step: int) -> N
     """Each token is told once, with its own probability and bytes that join to the text, even where it cuts a character."""
     token_ids = tokenizer.encode(text, add_special_tokens=False).ids
     pieces = run(Output(0, tokenizer), token_ids, step)
-    said = [one for piece in pieces for one in piece.said]
+    said = [one for piece in pieces for one in piece.tokens]
     assert [one.token_id for one in said] == token_ids
     assert [one.logprobs.logprob for one in said] == [-float(id_) for id_ in token_ids]
     texts = TokenTexts(tokenizer)
     assert b"".join(texts.bytes_of(id_) for id_ in token_ids).decode() == text
     for piece in pieces:
-        assert piece.said or not piece.text, "text without its tokens"
+        assert piece.tokens or not piece.text, "text without its tokens"
 
 
 def test_bytes_of_special_and_unknown_tokens(tokenizer: Tokenizer) -> None:
