@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
-from triptych.loadgen.world import ADVERTISED, MANY_PICTURES, ONE_PICTURE, Example, generator, make_example
+from triptych.loadgen.world import ADVERTISED, MANY_PICTURES, ONE_PICTURE, TASKS, Example, generator, make_example
 
 NUM_COLUMNS = 6
 COLUMNS_OF_MANY = 3  # an example with several pictures is as wide as three with one
@@ -40,7 +40,7 @@ def examples(count: int, seed: int) -> Iterator[Example]:
     for tasks, number in ((ONE_PICTURE, count - num_many), (MANY_PICTURES, num_many)):
         advertised = itertools.cycle(task for task in tasks if task in ADVERTISED)
         for index, task in enumerate(itertools.islice(advertised, number)):
-            yield make_example(task, generator(seed, len(tasks), index))
+            yield make_example(task, generator(seed, TASKS.index(task), index))
 
 
 def _num_columns(example: Example) -> int:

@@ -12,7 +12,8 @@ Item = TypeVar("Item")
 
 
 def generator(*seed: int, held_out: bool = False) -> np.random.Generator:
-    """The generator of a seed; one for training gives other pictures than any of the held-out questions."""
+    """The generator of a seed; one for training gives other pictures than any of the held-out questions.
+    Seeds that differ only in zeros at the end are the same: numpy fills up with them to four numbers, ours among them."""
     return np.random.default_rng([_HELD_OUT if held_out else _TRAINING, *seed])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 
@@ -116,17 +115,22 @@ async def test_silence_and_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 async def test_signs_of_life_are_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_streams, "SILENCE_S", 0.2)
+    """On a clock of the test's own: a machine that stands still is no silence either."""
+    now_s = 0.0
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now_s)
     streams = TokenStreams()
     with streams.open(REQUEST, max_tokens=9) as stream:
         streams.expect(REQUEST, DECODE)
         waiting = asyncio.create_task(stream.next(60))
-        until_s = time.monotonic() + 0.5
-        while time.monotonic() < until_s:
+        for _ in range(5):
+            await asyncio.sleep(0)
+            now_s += 0.9 * token_streams.SILENCE_S
             streams.on_event(batch(chunk(1)))
-            await asyncio.sleep(0.01)
-        streams.on_event(batch(chunk(1, 4)))
-        assert await waiting == Tokens((4,))
+            await asyncio.sleep(0)
+        assert not waiting.done()
+        now_s += 1.1 * token_streams.SILENCE_S
+        with pytest.raises(InstanceLost, match="silent"):
+            await waiting
 
 
 async def test_a_whole_output_comes_in_one() -> None:

@@ -18,7 +18,7 @@ from training.tokenizer import IMAGE_TOKEN, save_tokenizer, train_tokenizer
 from transformers import AutoTokenizer, Qwen2VLImageProcessorPil
 
 from triptych.loadgen.checkpoint import PROCESSOR
-from triptych.loadgen.world import TASKS, corpus, generator, make_scene, render
+from triptych.loadgen.world import corpus, generator, make_scene, render
 
 SHAPE = ModelShape(vocab_size=512, hidden_size=64, intermediate_size=64, num_layers=2, num_heads=2, num_kv_heads=1)
 
@@ -96,4 +96,3 @@ def test_prompts_are_the_templates(kind: str, tokenizer: Tokenizer, tmp_path: An
         for picture in row.pictures:
             prompt = prompt.replace(IMAGE_TOKEN, "<picture>" * picture.rows * picture.columns, 1)
         assert tokenizer.encode(prompt.replace("<picture>", IMAGE_TOKEN)).ids == ids
-        assert TASKS[row.tasks[0]]
