@@ -18,16 +18,16 @@ from training.batches import Batch
 from triptych.loadgen.checkpoint import PROCESSOR
 
 VISION_ROPE_THETA = 10_000.0  # fixed in the architecture
-NUMBERING_LAYER = 1  # the text layer after which a picture token should know its picture's number
+EARLY_LAYER = 1  # the text layer after which a picture token should know of which picture it is, and where
 
 
 class Outputs(NamedTuple):
-    """answer_logits [A, vocabulary]: at the tokens before each answer token; cells [C, D]: the vision tower's; numbering
-    [C, D]: the picture tokens after text layer NUMBERING_LAYER."""
+    """answer_logits [A, vocabulary]: at the tokens before each answer token; cells [C, D]: the vision tower's; early
+    [C, D]: the picture tokens after text layer EARLY_LAYER."""
 
     answer_logits: Tensor
     cells: Tensor
-    numbering: Tensor
+    early: Tensor
 
 
 def forward(model: Any, batch: Batch[Tensor]) -> Outputs:
@@ -75,7 +75,7 @@ def _attend_apart(q: Tensor, k: Tensor, v: Tensor, lengths: list[tuple[int, int]
 
 
 def _read(text: Any, tokens: Tensor, batch: Batch[Tensor]) -> tuple[Tensor, Tensor]:
-    """The text model: hidden states [R, L, D] at the end and after layer NUMBERING_LAYER."""
+    """The text model: hidden states [R, L, D] at the end and after layer EARLY_LAYER."""
     config, (num_lines, length, _) = text.config, tokens.shape
     num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
     head_size, num_repeats = config.hidden_size // num_heads, num_heads // num_kv_heads
@@ -95,7 +95,7 @@ def _read(text: Any, tokens: Tensor, batch: Batch[Tensor]) -> tuple[Tensor, Tens
         hidden = _rms_norm(tokens, layer.post_attention_layernorm.weight)
         gate, up = F.linear(hidden, torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])).chunk(2, -1)
         tokens = tokens + mlp.down_proj(F.silu(gate) * up)
-        early = tokens if index == NUMBERING_LAYER else early
+        early = tokens if index == EARLY_LAYER else early
     return _rms_norm(tokens, text.norm.weight), early
 
 

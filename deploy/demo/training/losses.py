@@ -40,6 +40,16 @@ def cell_loss(label_logits: Tensor, batch: Batch[Tensor]) -> tuple[Tensor, Tenso
     return torch.stack(losses).sum(), torch.stack(accuracies).detach()
 
 
+def whereabouts_loss(number_logits: Tensor, place_logits: Tensor, batch: Batch[Tensor]) -> Tensor:
+    """Of which picture a cell is, and at which place a cell that shows a shape: the vision tower sees no more than one
+    picture, and hardly its edges."""
+    number = F.cross_entropy(number_logits, batch.picture_number)
+    places = batch.labels[:, list(CELL_LABELS).index("place")]
+    shows = places > 0
+    losses = F.cross_entropy(place_logits, places, reduction="none") * shows
+    return number + losses.sum() / shows.sum().clamp(min=1)
+
+
 def score(logits: Tensor, batch: Batch[Tensor]) -> Score:
     """A question is right when each of its answer tokens, the end token too, is the likeliest one: greedy decoding then gives
     the answer."""

@@ -11,13 +11,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from training.batches import Batch, Source, stream
 from training.forward import forward, see
-from training.losses import Score, answer_loss, cell_loss, score
+from training.losses import Score, answer_loss, cell_loss, score, whereabouts_loss
 from training.model import make_model, num_parameters, save_checkpoint
 from training.optimizer import Optimizer
 from training.pictures import CELL_LABELS, image_options
@@ -28,8 +27,8 @@ from training.state import Progress, load_state, save_state
 from training.tokenizer import train_tokenizer
 from triptych.loadgen.world import corpus
 
-_MAX_PICTURES = 4  # that the numbering head tells apart
-_CELL_WEIGHT, _NUMBERING_WEIGHT = 0.3, 0.1  # beside the loss on answers; chosen
+_MAX_PICTURES = 4  # that the number head tells apart
+_CELL_WEIGHT, _WHEREABOUTS_WEIGHT = 0.3, 0.1  # beside the loss on answers; chosen
 _MAX_GRADIENT_NORM = 1.0
 HELD_OUT_MIX = Mix({"one": 8, "many": 8, "text": 4})
 
@@ -103,10 +102,10 @@ class Trainer:
         if len(batch.tasks):
             outputs = forward(self.model, batch)
             cells, answers = outputs.cells, answer_loss(outputs.answer_logits, batch)
-            numbering = F.cross_entropy(self._heads["numbering"](outputs.numbering), batch.picture_number)
+            whereabouts = whereabouts_loss(self._heads["number"](outputs.early), self._heads["place"](outputs.early), batch)
             labels, accuracies = cell_loss(self._heads["cells"](cells), batch)
             weight = phase.cell_weight_at(step)
-            loss = answers + weight * (_CELL_WEIGHT * labels + _NUMBERING_WEIGHT * numbering)
+            loss = answers + weight * (_CELL_WEIGHT * labels + _WHEREABOUTS_WEIGHT * whereabouts)
             meter.add(answers.detach(), accuracies, score(outputs.answer_logits.detach(), batch))
         else:
             loss, accuracies = cell_loss(self._heads["cells"](see(self.model.model.visual, batch)), batch)
@@ -147,7 +146,7 @@ def _make_heads(hidden_size: int, seed: int) -> nn.ModuleDict:
     """Used in training only: what a cell shows, from the vision tower; and which picture it is of, from the text model."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        sizes = {"cells": sum(CELL_LABELS.values()), "numbering": _MAX_PICTURES}
+        sizes = {"cells": sum(CELL_LABELS.values()), "number": _MAX_PICTURES, "place": CELL_LABELS["place"]}
         return nn.ModuleDict({name: nn.Linear(hidden_size, size) for name, size in sizes.items()})
 
 
