@@ -24,8 +24,8 @@ from triptych.loadgen.world import CELL_PX, generator
 Array = TypeVar("Array")
 Numpy = npt.NDArray[Any]
 
-_WINDOW_CELLS = 112 // CELL_PX
-_CELL_PATCHES = np.arange(4)
+_WINDOW_CELLS = 112 // CELL_PX  # a side of an attention window of the vision tower, as in Qwen2.5-VL
+_CELL_PATCHES = np.arange(4)  # 2 x 2, in the order of the processor
 _ALIGNMENT = 8  # tokens; attention kernels of a GPU want the rows of a mask to begin at multiples of it
 _NUM_READY = 4  # batches that each worker has ready, at most; chosen
 

@@ -23,7 +23,7 @@ _RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight", "attn.proj.weight")
 
 
 def make_model(shape: ModelShape, tokenizer: Tokenizer, seed: int) -> Any:
-    """A Qwen2_5_VLForConditionalGeneration in float32, on the CPU."""
+    """A Qwen2_5_VLForConditionalGeneration in float32, on the CPU. The scales of the first weights are chosen."""
     untyped: Any = transformers  # most of it has no annotations
     model = untyped.Qwen2_5_VLForConditionalGeneration(untyped.Qwen2_5_VLConfig(**_config(shape, tokenizer))).float()
     generator = torch.Generator().manual_seed(seed)

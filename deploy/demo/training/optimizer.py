@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-MOMENTUM = 0.95
-WEIGHT_DECAY = 0.02
+MOMENTUM = 0.95  # Muon's usual one
+WEIGHT_DECAY = 0.02  # chosen, as are the betas
 ADAMW_BETAS = (0.9, 0.98)
 # Five steps of an odd polynomial that takes all singular values near 1 (coefficients: modded-nanogpt's)
 NEWTON_SCHULZ = (

@@ -20,7 +20,7 @@ from triptych.shared.checkpoint import ImageOptions, resized
 Integers = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
 
-_MAX_SHAPES = 3
+_MAX_SHAPES = 3  # of a scene
 # What a cell is asked, and how many answers there are. 0: no shape there; the place of a shape may be nobody's to say.
 # The last three speak about the whole picture, so that counting is a look at one cell.
 CELL_LABELS = {
@@ -32,7 +32,7 @@ CELL_LABELS = {
     "num_same_color": _MAX_SHAPES + 1,
     "num_same_kind": _MAX_SHAPES + 1,
 }
-_COVERED_SHARE = 0.85  # of a shape's box: a cell whose center lies there shows it
+_COVERED_SHARE = 0.85  # of a shape's box: a cell whose center lies there shows it; chosen
 
 
 def processor_config(shape: ModelShape) -> dict[str, Any]:

@@ -32,10 +32,10 @@ from triptych.loadgen.world import (
 from triptych.shared.checkpoint import ImageOptions
 
 NUM_QUESTIONS = {"one": 10, "many": 7, "text": 12}  # in a row of a kind; chosen: about as many tokens as the pictures
-_NUM_TURNS = 3
-_CONVERSATION_SHARE = 0.08
-_SYSTEM_SHARE = 0.25
-_CACHE_SIZE = 100_000  # texts
+_CONVERSATION_SHARE = 0.08  # of the rows; chosen
+_NUM_TURNS = 3  # of a conversation; chosen
+_SYSTEM_SHARE = 0.25  # of the rows begin with a system message; chosen
+_CACHE_SIZE = 100_000  # texts; chosen
 
 
 @dataclass(slots=True)
