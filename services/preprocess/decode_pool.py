@@ -19,7 +19,7 @@ from triptych.services.preprocess.decode_process import DecodedImage, DecodeProc
 from triptych.shared.errors import Overloaded
 from triptych.shared.settings import Settings
 
-MAX_DEFAULT_WORKERS = 8  # chosen: a picture of 64 Mpx takes about 1 GB while it is decoded
+MAX_DEFAULT_WORKERS = 8  # chosen: a picture of 64 Mpx takes 1.2 GB while it is decoded
 
 
 @dataclass(frozen=True, slots=True)
