@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models
 
 from support.fake_stages import SPECIAL, write_toy_checkpoint
 from triptych.services.router.output import Output, Piece
@@ -103,9 +103,9 @@ def test_tokens_and_their_bytes(tokenizer: Tokenizer, text: str, step: int) -> N
     """Each token is told once, with its own probability and bytes that join to the text, even where it cuts a character."""
     token_ids = tokenizer.encode(text, add_special_tokens=False).ids
     pieces = run(Output(0, tokenizer), token_ids, step)
-    said = [one for piece in pieces for one in piece.tokens]
-    assert [one.token_id for one in said] == token_ids
-    assert [one.logprobs.logprob for one in said] == [-float(id_) for id_ in token_ids]
+    told = [token for piece in pieces for token in piece.tokens]
+    assert [token.token_id for token in told] == token_ids
+    assert [token.logprobs.logprob for token in told] == [-float(id_) for id_ in token_ids]
     texts = TokenTexts(tokenizer)
     assert b"".join(texts.bytes_of(id_) for id_ in token_ids).decode() == text
     for piece in pieces:
@@ -119,8 +119,6 @@ def test_bytes_of_special_and_unknown_tokens(tokenizer: Tokenizer) -> None:
 
 
 def test_bytes_of_sentencepiece_tokens() -> None:
-    from tokenizers import decoders, models
-
     vocabulary = {"\u2581hi": 0, "<0xE2>": 1, "x": 2, "<unk>": 3}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
     tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
