@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,6 +35,8 @@ PROMPT_TOKENS = (128, 1024)
 BATCH_SIZES = (1, 8, 32)
 OUTPUT_TOKENS = 128
 TRIAL_OUTPUT_TOKENS = 17  # chosen: 16 decode steps tell one thread from many
+TRIAL_WORK = 1e11  # chosen: parameters times prompt tokens, a few seconds of one core
+NUM_TRIALS = 2
 QUICK = (Case(16, 2, 4),)
 SMALL_MODEL_PARAMETERS = 50_000_000  # chosen: below it what is not the forward pass decides, and vLLM is the bar
 SMALL_DECODE_BARS = {1: 1.2, 8: 1.2, 32: 1.0}  # by batch size, of vLLM's tokens/s
@@ -73,6 +76,14 @@ class Variant:
 Sides = dict[str, list[Variant]]
 
 
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """num_parameters: of the text model. facts: for the conditions."""
+
+    num_parameters: int
+    facts: dict[str, object]
+
+
 def all_cases(prompt_tokens: Sequence[int], batch_sizes: Sequence[int], num_output_tokens: int) -> list[Case]:
     return [Case(prompt, batch, num_output_tokens) for prompt, batch in itertools.product(prompt_tokens, batch_sizes)]
 
@@ -89,7 +100,7 @@ async def bench_engine(options: EngineOptions, plan: Plan) -> Report:
     cases = QUICK if plan.is_quick else options.cases
     checkpoint = open_checkpoint(str(options.model))
     async with contextlib.AsyncExitStack() as stack:
-        sides, model_facts = _torch_sides(checkpoint, cases, plan)
+        sides, model = _torch_sides(checkpoint, cases, plan)
         if options.vllm_python is not None:
             vllm = VllmOptions(
                 options.vllm_python,
@@ -99,19 +110,17 @@ async def bench_engine(options: EngineOptions, plan: Plan) -> Report:
                 max(case.batch_size for case in cases),
             )
             sides["vllm"], version = await _vllm_variants(stack, vllm, plan)
-            model_facts["vllm"] = version
+            model.facts["vllm"] = version
+        contest = _Contest(sides, model.num_parameters, plan.runs)
         figures: dict[str, float] = {}
-        best: dict[str, str] = {}
-        seeds = itertools.count(1)
         for case in cases:
-            figures |= await _bench_case(case, sides, plan, seeds, best)
-    conditions |= {**model_facts, "runs": plan.runs, "quick": plan.is_quick, "best": best}
-    num_parameters = int(str(model_facts["text_parameters"]))
-    bars = {} if plan.is_quick else _bars(cases, figures, "vllm" in sides, num_parameters < SMALL_MODEL_PARAMETERS)
+            figures |= await contest.measure(case)
+    conditions |= {**model.facts, "runs": plan.runs, "quick": plan.is_quick, "best": contest.best}
+    bars = {} if plan.is_quick else _bars(cases, figures, "vllm" in sides, model.num_parameters < SMALL_MODEL_PARAMETERS)
     return Report("engine", conditions, figures, bars)
 
 
-def _torch_sides(checkpoint: Checkpoint, cases: Sequence[Case], plan: Plan) -> tuple[Sides, dict[str, object]]:
+def _torch_sides(checkpoint: Checkpoint, cases: Sequence[Case], plan: Plan) -> tuple[Sides, _Model]:
     """Our own and transformers', and what a reader should know of the model."""
     tell(f"loading {checkpoint.name} ...")
     ours = TriptychSide(checkpoint, _kv_cache_bytes(checkpoint, cases))
@@ -123,8 +132,9 @@ def _torch_sides(checkpoint: Checkpoint, cases: Sequence[Case], plan: Plan) -> t
         "forward": [Variant(f"{n} threads, {c} cache", ForwardSide(loaded, c), n) for n in threads for c in CACHES],
     }
     num_parameters = sum(parameter.numel() for parameter in loaded.model.model.language_model.parameters())
-    facts = {"model": checkpoint.name, "text_parameters": num_parameters, "dtype": "float32"}
-    return sides, {**facts, "torch": torch.__version__, "transformers": transformers.__version__}
+    facts: dict[str, object] = {"model": checkpoint.name, "text_parameters": num_parameters, "dtype": "float32"}
+    facts |= {"torch": torch.__version__, "transformers": transformers.__version__}
+    return sides, _Model(num_parameters, facts)
 
 
 async def _vllm_variants(stack: contextlib.AsyncExitStack, options: VllmOptions, plan: Plan) -> tuple[list[Variant], str]:
@@ -149,29 +159,40 @@ def _kv_cache_bytes(checkpoint: Checkpoint, cases: Sequence[Case]) -> int:
     return int(token_bytes * num_tokens)
 
 
-async def _bench_case(
-    case: Case, sides: Sides, plan: Plan, seeds: itertools.count[int], best: dict[str, str]
-) -> dict[str, float]:
-    """Tokens/s as ROW.SIDE. Notes in `best` which variants they are of."""
-    chosen = {name: await _best_variants(case, variants, seeds) for name, variants in sides.items()}
+@dataclass(slots=True)
+class _Contest:
+    """Measures case after case. best: which variants the figures are of."""
 
-    async def measure(side: str) -> Mapping[str, float]:
-        """Of each phase with the variant that is best for it."""
-        by_name = {variant.name: variant for variant in chosen[side].values()}
-        measured = {name: await variant.measure(case, next(seeds)) for name, variant in by_name.items()}
-        return {phase: measured[chosen[side][phase].name][phase] for phase in PHASES}
+    sides: Sides
+    num_parameters: int
+    num_runs: int
+    seeds: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+    best: dict[str, str] = field(default_factory=dict)
 
-    tell(f"{case.batch_size} prompts of {case.num_prompt_tokens} tokens ...")
-    medians = await alternate({side: lambda side=side: measure(side) for side in sides}, plan.runs)  # type: ignore[misc]
-    best |= {f"{_row(case, phase)}.{side}": chosen[side][phase].name for side in sides for phase in PHASES}
-    return {f"{_row(case, phase)}.{side}": medians[side][phase] for phase in PHASES for side in sides}
+    async def measure(self, case: Case) -> dict[str, float]:
+        """Tokens/s as ROW.SIDE."""
+        tell(f"{case.batch_size} prompts of {case.num_prompt_tokens} tokens ...")
+        chosen = {side: await self._best_variants(case, variants) for side, variants in self.sides.items()}
+        medians = await alternate({side: partial(self._once, case, of) for side, of in chosen.items()}, self.num_runs)
+        self.best |= {f"{_row(case, phase)}.{side}": of[phase].name for side, of in chosen.items() for phase in PHASES}
+        return {f"{_row(case, phase)}.{side}": medians[side][phase] for phase in PHASES for side in self.sides}
 
+    async def _once(self, case: Case, chosen: Mapping[str, Variant]) -> Mapping[str, float]:
+        """Each phase with the variant that is best for it."""
+        by_name = {variant.name: variant for variant in chosen.values()}
+        measured = {name: await variant.measure(case, next(self.seeds)) for name, variant in by_name.items()}
+        return {phase: measured[variant.name][phase] for phase, variant in chosen.items()}
 
-async def _best_variants(case: Case, variants: Sequence[Variant], seeds: itertools.count[int]) -> dict[str, Variant]:
-    """By phase, from one short run each, which warms them up as well."""
-    trial = replace(case, num_output_tokens=min(case.num_output_tokens, TRIAL_OUTPUT_TOKENS))
-    tried = [(await variant.measure(trial, next(seeds)), variant) for variant in variants]
-    return {phase: max(tried, key=lambda one: one[0][phase])[1] for phase in PHASES}
+    async def _best_variants(self, case: Case, variants: Sequence[Variant]) -> dict[str, Variant]:
+        """By phase, from short runs, which warm them up as well. A busy moment can only slow a run: the fastest counts."""
+        affordable = int(TRIAL_WORK / self.num_parameters / case.batch_size)
+        trial = Case(
+            min(case.num_prompt_tokens, max(affordable, TRIAL_OUTPUT_TOKENS)),
+            case.batch_size,
+            min(case.num_output_tokens, TRIAL_OUTPUT_TOKENS),
+        )
+        tried = [(await variant.measure(trial, next(self.seeds)), variant) for _ in range(NUM_TRIALS) for variant in variants]
+        return {phase: max(tried, key=lambda one: one[0][phase])[1] for phase in PHASES}
 
 
 def _row(case: Case, phase: str) -> str:

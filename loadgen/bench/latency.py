@@ -18,7 +18,7 @@ from rich.console import Console
 from triptych.loadgen.bench.latency_sides import ClusterSide, EngineSide, random_question
 from triptych.loadgen.bench.report import Bar, Report
 from triptych.loadgen.bench.router_load import NUM_TOKENS, Load, RouterUnderTest, emulated_stages
-from triptych.loadgen.bench.runner import Plan, alternate, machine, num_cores, tell
+from triptych.loadgen.bench.runner import Plan, Side, alternate, machine, num_cores, tell
 from triptych.loadgen.cluster import running_cluster
 from triptych.shared.checkpoint import Checkpoint, open_checkpoint
 
@@ -74,18 +74,21 @@ async def _latencies(cluster: ClusterSide, checkpoint: Checkpoint, num_requests:
     figures: dict[str, float] = {}
     for kind in OVERHEAD_LIMIT_MS:
         tell(f"{num_requests} requests: {kind} ...")
-        rng = random.Random(kind)
-
-        async def through_cluster(rng: random.Random = rng, kind: str = kind) -> Mapping[str, float]:
-            return await cluster.ask(random_question(rng, kind == "picture"))
-
-        async def in_process(rng: random.Random = rng, kind: str = kind) -> Mapping[str, float]:
-            return engine.ask(random_question(rng, kind == "picture"), cluster.num_text_tokens)
-
-        sides = {"client": through_cluster, "engine_alone": in_process}
-        medians = await alternate(sides, num_requests, NUM_WARMUPS)
+        medians = await alternate(_sides(kind, cluster, engine), num_requests, NUM_WARMUPS)
         figures |= _named(kind, medians["client"], medians["engine_alone"]["ttft_ms"])
     return figures
+
+
+def _sides(kind: str, cluster: ClusterSide, engine: EngineSide) -> dict[str, Side]:
+    rng = random.Random(kind)
+
+    async def client() -> Mapping[str, float]:
+        return await cluster.ask(random_question(rng, kind == "picture"))
+
+    async def engine_alone() -> Mapping[str, float]:
+        return engine.ask(random_question(rng, kind == "picture"), cluster.num_text_tokens)
+
+    return {"client": client, "engine_alone": engine_alone}
 
 
 def _named(kind: str, client: Mapping[str, float], engine_ms: float) -> dict[str, float]:

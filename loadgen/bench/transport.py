@@ -21,8 +21,9 @@ from triptych.loadgen.bench.report import Bar, Report
 from triptych.loadgen.bench.runner import BenchFailed, Plan, Side, alternate, machine
 from triptych.loadgen.bench.transport_peer import Control, Held, Order, Put, Send, read_frame, write_frame
 from triptych.shared.errors import from_wire
-from triptych.shared.messages import ErrorReply, InstanceId, Message, Reply, decode_reply, encode
+from triptych.shared.messages import ErrorReply, InstanceId, Message, Reply
 from triptych.shared.transport.transport import InstanceTransport
+from triptych.shared.wire import decode_reply, encode
 
 MEGABYTE = 1 << 20
 SIZES_MB = (1, 16, 64)

@@ -14,20 +14,9 @@ import torch
 
 from triptych.shared.errors import InternalError, TriptychError
 from triptych.shared.instance_info import TransportAddress
-from triptych.shared.messages import (
-    InstanceId,
-    Message,
-    PairRequest,
-    PullDone,
-    PullRequest,
-    Reply,
-    RequestId,
-    TensorRef,
-    decode_request,
-    encode,
-    error_reply,
-)
+from triptych.shared.messages import InstanceId, Message, PairRequest, PullDone, PullRequest, Reply, RequestId, TensorRef
 from triptych.shared.transport.transport import InstanceTransport
+from triptych.shared.wire import decode_request, encode, error_reply
 
 PEER = InstanceId("peer-0-bench")
 LEASE_S = 120.0  # chosen: longer than any round
