@@ -25,21 +25,9 @@ from triptych.shared.errors import (
     TriptychError,
     from_wire,
 )
-from triptych.shared.messages import (
-    ErrorReply,
-    Event,
-    InstanceId,
-    InstanceRequest,
-    Message,
-    Reply,
-    decode_event,
-    decode_reply,
-    decode_request,
-    encode,
-    error_reply,
-    instance_subject,
-)
+from triptych.shared.messages import ErrorReply, Event, InstanceId, InstanceRequest, Message, Reply, instance_subject
 from triptych.shared.nats_link import BusCounters, NatsLink
+from triptych.shared.wire import decode_event, decode_reply, decode_request, encode, error_reply
 
 RequestHandler = Callable[[InstanceRequest], Awaitable[Message | None]]
 """Answers a request with its reply; None for messages that are only published (ReleaseRequest, PullDone)."""

@@ -1,7 +1,7 @@
-"""Every message on the bus: its fields, its subject, its wire form (MessagePack by msgspec). Nothing else defines one.
+"""Every message on the bus: its fields and its subject. Nothing else defines one. Its wire form is wire.py's.
 
 Tensors and media never ride on the bus: messages carry `TensorRef`s, and the consumer pulls (see shared/transport).
-A payload is at most MAX_PAYLOAD_BYTES. Durations are relative seconds: monotonic clocks of two processes don't compare.
+Durations are relative seconds: monotonic clocks of two processes don't compare.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Literal, NewType
 
 import msgspec
 
-from triptych.shared.errors import InternalError, TriptychError, WireError
+from triptych.shared.errors import WireError
 from triptych.shared.image_info import NO_LIMITS, ImageInfo, PixelLimits
 from triptych.shared.instance_info import ModelCard, Resources, StageLoad, TransportAddress
 from triptych.shared.sampling_params import SamplingParams, TokenLogprobs
@@ -19,7 +19,6 @@ InstanceId = NewType("InstanceId", str)  # one life of one process, `encoder-0-5
 RequestId = NewType("RequestId", str)
 TensorId = NewType("TensorId", str)
 
-MAX_PAYLOAD_BYTES = 64 * 1024  # chosen: the issue's bound; NATS itself stops at 1 MB
 MAX_INLINE_TOKENS = 12_000  # chosen: 4 bytes each, leaves 16 KB for the rest of a message; a longer prompt is a TensorRef
 
 Service = Literal["router", "preprocess", "instance", "scaler", "launcher"]
@@ -303,36 +302,3 @@ class StatusReply(Message, frozen=True):
 
 Event = TokenBatch | Heartbeat | Lost
 Reply = PreprocessReply | EncodeReply | PrefillReply | Accepted | PullReply | StatusReply | ErrorReply
-
-_encoder = msgspec.msgpack.Encoder()
-_request_decoder: msgspec.msgpack.Decoder[InstanceRequest] = msgspec.msgpack.Decoder(InstanceRequest)
-_reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
-_event_decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
-
-
-def encode(message: Message) -> bytes:
-    """The wire form of `message`. Raises InternalError when it is larger than MAX_PAYLOAD_BYTES."""
-    payload = _encoder.encode(message)
-    if len(payload) > MAX_PAYLOAD_BYTES:
-        raise InternalError(f"a {type(message).__name__} of {len(payload)} bytes is over the bus limit")
-    return payload
-
-
-def decode_request(payload: bytes) -> InstanceRequest:
-    """Raises msgspec.MsgspecError when the payload is not a valid request."""
-    return _request_decoder.decode(payload)
-
-
-def decode_reply(payload: bytes) -> Reply:
-    """Raises msgspec.MsgspecError when the payload is not a valid reply."""
-    return _reply_decoder.decode(payload)
-
-
-def decode_event(payload: bytes) -> Event:
-    """Raises msgspec.MsgspecError when the payload is not a valid event."""
-    return _event_decoder.decode(payload)
-
-
-def error_reply(error: TriptychError) -> ErrorReply:
-    """What a handler answers with instead of its reply."""
-    return ErrorReply(error.to_wire())

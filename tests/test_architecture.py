@@ -25,7 +25,14 @@ ROLES = {"encoder", "prefill", "decode"}
 STAGES = ROLES | {"router", "preprocess", "scaler"}
 PURE = ["shared/policies/**/*.py", "cache/keys.py", "cache/prefix_tree.py", "cache/pool.py"]
 IMPURE = {"asyncio", "fastapi", "nats", "redis", "torch", "time", "random", "os", "socket", "httpx", "aiohttp", "threading"}
-TORCH_FREE = ["services/cli.py", "services/router/**/*.py", "services/scaler/**/*.py", "shared/messages.py", "shared/bus.py"]
+TORCH_FREE = [
+    "services/cli.py",
+    "services/router/**/*.py",
+    "services/scaler/**/*.py",
+    "shared/messages.py",
+    "shared/wire.py",
+    "shared/bus.py",
+]
 BANNED_FILES = {"utils.py", "util.py", "helpers.py", "helper.py", "common.py", "misc.py"}
 BANNED_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 BANNED_CALLS = {"eval", "exec"}

@@ -12,7 +12,8 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 import msgspec
 import structlog
 
-from triptych.shared.messages import MAX_PAYLOAD_BYTES, Event, InstanceId, RequestId, TokenBatch, TokenChunk, stream_subject
+from triptych.shared.messages import Event, InstanceId, RequestId, TokenBatch, TokenChunk, stream_subject
+from triptych.shared.wire import MAX_PAYLOAD_BYTES
 
 MAX_WAITING_CHUNKS = 16_384  # chosen: some 2 MB, hundreds of steps
 BATCH_BYTES = MAX_PAYLOAD_BYTES - 1024  # room for the batch's own fields

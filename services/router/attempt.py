@@ -28,7 +28,6 @@ from triptych.shared.errors import BadRequest, InstanceLost, InternalError, Over
 from triptych.shared.image_info import ImageInfo
 from triptych.shared.messages import (
     MAX_INLINE_TOKENS,
-    MAX_PAYLOAD_BYTES,
     Accepted,
     DecodeRequest,
     EncodeReply,
@@ -49,6 +48,7 @@ from triptych.shared.policies.batching import num_blocks_for
 from triptych.shared.policies.routing import choose_decode, choose_encoder, choose_prefill, choose_preprocess
 from triptych.shared.sampling_params import SamplingParams
 from triptych.shared.token_set import token_set
+from triptych.shared.wire import MAX_PAYLOAD_BYTES
 
 PLACED_IMAGE_BYTES = 512  # measured: up to 330 bytes on the wire with our ids
 MESSAGE_SLACK_BYTES = 4096  # chosen: everything else of a PrefillRequest

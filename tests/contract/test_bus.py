@@ -16,7 +16,6 @@ from triptych.shared.bus import Bus, RequestHandler
 from triptych.shared.errors import BadRequest, DeadlineExceeded, InstanceLost, InternalError, Overloaded, TriptychError
 from triptych.shared.messages import (
     LOST_SUBJECT,
-    MAX_PAYLOAD_BYTES,
     Accepted,
     DrainRequest,
     Event,
@@ -31,10 +30,10 @@ from triptych.shared.messages import (
     StatusRequest,
     TokenBatch,
     TokenChunk,
-    decode_reply,
     instance_subject,
     stream_subject,
 )
+from triptych.shared.wire import MAX_PAYLOAD_BYTES, decode_reply
 
 SERVER = InstanceId("server-0")
 TIMEOUT_S = 10.0

@@ -9,16 +9,16 @@ import msgspec
 import pytest
 from msgspec import inspect
 
-from triptych.shared import messages
+from triptych.shared import messages, wire
 from triptych.shared.errors import InternalError, WireError
 
 REQUESTS = get_args(messages.InstanceRequest)
 REPLIES = get_args(messages.Reply)
 EVENTS = get_args(messages.Event)
 EVERY = [
-    *((kind, messages.decode_request) for kind in REQUESTS),
-    *((kind, messages.decode_reply) for kind in REPLIES),
-    *((kind, messages.decode_event) for kind in EVENTS),
+    *((kind, wire.decode_request) for kind in REQUESTS),
+    *((kind, wire.decode_reply) for kind in REPLIES),
+    *((kind, wire.decode_event) for kind in EVENTS),
 ]
 
 
@@ -65,7 +65,7 @@ def test_every_message_is_reachable() -> None:
 @pytest.mark.parametrize(("kind", "decode"), EVERY, ids=lambda value: getattr(value, "__name__", ""))
 def test_reference_msgpack_reads_and_writes_it(kind: type[messages.Message], decode: Any, is_full: bool) -> None:
     message = _message(kind, is_full)
-    payload = messages.encode(message)
+    payload = wire.encode(message)
     fields = msgpack.unpackb(payload, raw=False, strict_map_key=True)
     assert fields["type"] == kind.__name__
     assert set(fields) - {"type"} <= set(kind.__struct_fields__)
@@ -76,21 +76,21 @@ def test_reference_msgpack_reads_and_writes_it(kind: type[messages.Message], dec
 @pytest.mark.parametrize(("kind", "decode"), EVERY, ids=lambda value: getattr(value, "__name__", ""))
 def test_a_newer_peer_may_add_a_field(kind: type[messages.Message], decode: Any) -> None:
     message = _message(kind, True)
-    fields = msgpack.unpackb(messages.encode(message), raw=False)
+    fields = msgpack.unpackb(wire.encode(message), raw=False)
     assert decode(msgpack.packb({**fields, "added_later": [1, 2]})) == message
 
 
 def test_wrong_types_are_refused() -> None:
     payload = msgpack.packb({"type": "ReleaseRequest", "request_id": 7})
     with pytest.raises(msgspec.ValidationError):
-        messages.decode_request(payload)
+        wire.decode_request(payload)
     with pytest.raises(msgspec.ValidationError):
-        messages.decode_request(msgpack.packb({"type": "NoSuchRequest"}))
+        wire.decode_request(msgpack.packb({"type": "NoSuchRequest"}))
     with pytest.raises(msgspec.MsgspecError):
-        messages.decode_request(b"\xc1")
+        wire.decode_request(b"\xc1")
 
 
 def test_too_large_a_message_is_not_sent() -> None:
-    error = WireError("internal", "internal", "x" * messages.MAX_PAYLOAD_BYTES, 500)
+    error = WireError("internal", "internal", "x" * wire.MAX_PAYLOAD_BYTES, 500)
     with pytest.raises(InternalError, match="over the bus limit"):
-        messages.encode(messages.ErrorReply(error))
+        wire.encode(messages.ErrorReply(error))

@@ -38,9 +38,6 @@ from triptych.shared.messages import (
     TensorRef,
     TokenBatch,
     TokenChunk,
-    decode_event,
-    decode_request,
-    encode,
     stream_subject,
 )
 from triptych.shared.registry import Registry
@@ -48,6 +45,7 @@ from triptych.shared.sampling_params import SamplingParams
 from triptych.shared.service import ServiceContext
 from triptych.shared.settings import Settings
 from triptych.shared.transport.transport import InstanceTransport
+from triptych.shared.wire import decode_event, decode_request, encode
 
 ROUTER = InstanceId("router-0-test")
 WAIT_S = 10.0

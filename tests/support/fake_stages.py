@@ -47,16 +47,13 @@ from triptych.shared.messages import (
     TensorRef,
     TokenBatch,
     TokenChunk,
-    decode_event,
-    decode_reply,
-    decode_request,
-    encode,
     stream_subject,
 )
 from triptych.shared.registry import Registry
 from triptych.shared.sampling_params import SamplingParams, TokenLogprobs
 from triptych.shared.service import ServiceContext
 from triptych.shared.settings import Settings
+from triptych.shared.wire import decode_event, decode_reply, decode_request, encode
 
 WAIT_S = 15.0
 MODEL = "toy"

@@ -8,20 +8,9 @@ from __future__ import annotations
 import asyncio
 
 from triptych.shared.errors import DeadlineExceeded, InstanceLost, InternalError, TriptychError, from_wire
-from triptych.shared.messages import (
-    ErrorReply,
-    InstanceId,
-    Message,
-    PairRequest,
-    PullDone,
-    PullRequest,
-    Reply,
-    decode_reply,
-    decode_request,
-    encode,
-    error_reply,
-)
+from triptych.shared.messages import ErrorReply, InstanceId, Message, PairRequest, PullDone, PullRequest, Reply
 from triptych.shared.transport.api import Transport
+from triptych.shared.wire import decode_reply, decode_request, encode, error_reply
 
 
 async def handle(transport: Transport, payload: bytes) -> Message | None:

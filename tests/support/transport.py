@@ -19,9 +19,10 @@ import torch
 from support.loopback import handle
 from triptych.shared.errors import DeadlineExceeded, InstanceLost, TriptychError, WireError, from_wire
 from triptych.shared.instance_info import TransportAddress
-from triptych.shared.messages import ErrorReply, InstanceId, Message, Reply, RequestId, TensorRef, decode_reply, encode
+from triptych.shared.messages import ErrorReply, InstanceId, Message, Reply, RequestId, TensorRef
 from triptych.shared.transport.layout import DTYPES, shaped
 from triptych.shared.transport.transport import InstanceTransport
+from triptych.shared.wire import decode_reply, encode
 
 PARENT = InstanceId("parent-0-aa")
 CHILD = InstanceId("child-0-bb")

@@ -16,8 +16,9 @@ import torch
 from support.loopback import handle
 from support.transport import PARENT, Frame, Order, PipePlane, pattern
 from triptych.shared.instance_info import TransportAddress
-from triptych.shared.messages import PullRequest, TensorRef, decode_request, encode
+from triptych.shared.messages import PullRequest, TensorRef
 from triptych.shared.transport.transport import InstanceTransport
+from triptych.shared.wire import decode_request, encode
 
 TESTS = Path(__file__).resolve().parents[1]
 CAPACITY_BYTES = 80 << 20

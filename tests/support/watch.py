@@ -12,7 +12,8 @@ import aiohttp
 import nats
 from nats.aio.msg import Msg
 
-from triptych.shared.messages import HEARTBEAT_SUBJECT, Heartbeat, decode_event
+from triptych.shared.messages import HEARTBEAT_SUBJECT, Heartbeat
+from triptych.shared.wire import decode_event
 
 ALL_SERVICES = ("router", "preprocess", "instance", "scaler")
 CONNECT_TIMEOUT_S = 15.0  # chosen: a cluster that has ended shall fail the test, not hang it

@@ -12,17 +12,8 @@ from support.fake_cluster import FakeBus, until
 from triptych.services.decode import outbox as outbox_module
 from triptych.services.decode.outbox import Outbox, batches
 from triptych.shared.errors import InternalError, WireError
-from triptych.shared.messages import (
-    MAX_PAYLOAD_BYTES,
-    Event,
-    InstanceId,
-    RequestId,
-    StageTime,
-    TokenBatch,
-    TokenChunk,
-    encode,
-    stream_subject,
-)
+from triptych.shared.messages import Event, InstanceId, RequestId, StageTime, TokenBatch, TokenChunk, stream_subject
+from triptych.shared.wire import MAX_PAYLOAD_BYTES, encode
 
 ME = InstanceId("decode-0-5f3a2c1b")
 
