@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from triptych.shared.errors import BadRequest
+from triptych.shared.http_connection import Connection
 from triptych.shared.messages import State
 from triptych.shared.metrics import CONTENT_TYPE, exposition
 
@@ -79,7 +80,7 @@ def make_server(app: ASGIApp) -> QuietServer:
     return QuietServer(
         uvicorn.Config(
             app,
-            http="h11",  # the one whose bound on headers can be set; httptools would be taken where it is installed
+            http=Connection,
             ws="none",
             log_config=None,
             access_log=False,
