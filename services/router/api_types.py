@@ -140,7 +140,7 @@ def parse_chat(body: bytes, settings: Settings, max_text_chars: int) -> Chat:
     Raises:
         BadRequest: it is not JSON, or a field is wrong, out of bounds, or not supported; param is the field's path.
     """
-    data = decode_body(body)
+    data = decode_body(body, max_text_chars)
     refuse_unsupported(data)
     request = validated(ChatCompletionRequest, data)
     turns, images = read_messages(request.messages, request.mm_processor_kwargs, settings, max_text_chars)

@@ -54,7 +54,7 @@ class Completion:
 
 def parse_completion(body: bytes, max_text_chars: int) -> Completion:
     """Raises BadRequest as parse_chat does."""
-    data = decode_body(body)
+    data = decode_body(body, max_text_chars)
     refuse_unsupported(data)
     request = validated(CompletionRequest, data)
     prompt = request.prompt

@@ -67,7 +67,7 @@ class SamplingFields(EdgeModel):
     min_p: float = Field(0.0, ge=0, le=1, allow_inf_nan=False)
     presence_penalty: float = Field(0.0, ge=-2, le=2, allow_inf_nan=False)
     frequency_penalty: float = Field(0.0, ge=-2, le=2, allow_inf_nan=False)
-    repetition_penalty: float = Field(1.0, gt=0, le=100, allow_inf_nan=False)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100, allow_inf_nan=False)
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
     stop: Annotated[
         Annotated[str, Field(max_length=MAX_STOP_CHARS), Tag("~string")]

@@ -35,7 +35,7 @@ async def answer_quickly(edge: Edge, read: Read[dict[str, Any]], request: Reques
 
 def tokenize(body: bytes, model: Model, bounds: Bounds) -> dict[str, Any]:
     """Raises BadRequest."""
-    data = decode_body(body)
+    data = decode_body(body, bounds.max_text_chars)
     refuse_unsupported(data)
     request = validated(TokenizeRequest, data)
     model.check(request.model)
@@ -59,6 +59,6 @@ def tokenize(body: bytes, model: Model, bounds: Bounds) -> dict[str, Any]:
 
 def detokenize(body: bytes, model: Model, bounds: Bounds) -> dict[str, Any]:
     """Special tokens are shown. Ids without a token are nothing. Raises BadRequest."""
-    request = validated(DetokenizeRequest, decode_body(body))
+    request = validated(DetokenizeRequest, decode_body(body, bounds.max_text_chars))
     model.check(request.model)
     return {"prompt": model.prompts.tokenizer.decode(request.tokens, skip_special_tokens=False)}

@@ -81,6 +81,7 @@ def test_stop_strings(stop: Any, expected: tuple[str, ...]) -> None:
         ({"presence_penalty": 2.5}, "presence_penalty"),
         ({"frequency_penalty": -2.5}, "frequency_penalty"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": 1e-40}, "repetition_penalty"),  # 0 in float32, and a logit of 0 divided by that is no number
         ({"repetition_penalty": 1e9}, "repetition_penalty"),
         ({"seed": 2**63}, "seed"),
         ({"n": 0}, "n"),
