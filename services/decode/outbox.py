@@ -16,6 +16,7 @@ from triptych.shared.messages import Event, InstanceId, RequestId, TokenBatch, T
 from triptych.shared.wire import MAX_PAYLOAD_BYTES
 
 MAX_WAITING_CHUNKS = 16_384  # chosen: some 2 MB, hundreds of steps
+MAX_JOINED_TOKENS = 128  # chosen: with 20 log probabilities each they take 46 KB, and a chunk has to fit in a batch
 BATCH_BYTES = MAX_PAYLOAD_BYTES - 1024  # room for the batch's own fields
 CHUNK_BYTES = 64  # measured: MessagePack of a chunk without its strings and tokens is under this
 TIME_BYTES = 128  # measured: the same for StageTime, and for WireError
@@ -101,12 +102,17 @@ class Outbox:
 
 
 def joined(chunks: Iterable[TokenChunk]) -> list[TokenChunk]:
-    """One chunk of each request, with all its tokens."""
-    of_request: dict[RequestId, TokenChunk] = {}
+    """Few chunks of each request, with all its tokens in order: one unless a slow bus let more than MAX_JOINED_TOKENS wait."""
+    out: list[TokenChunk] = []
+    last: dict[RequestId, int] = {}  # its place in out
     for chunk in chunks:
-        before = of_request.get(chunk.request_id)
-        of_request[chunk.request_id] = chunk if before is None else _sum(before, chunk)
-    return list(of_request.values())
+        at = last.get(chunk.request_id)
+        if at is None or len(out[at].token_ids) + len(chunk.token_ids) > MAX_JOINED_TOKENS:
+            last[chunk.request_id] = len(out)
+            out.append(chunk)
+        else:
+            out[at] = _sum(out[at], chunk)
+    return out
 
 
 def _sum(before: TokenChunk, chunk: TokenChunk) -> TokenChunk:

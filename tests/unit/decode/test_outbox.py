@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from support.fake_cluster import FakeBus, until
 from triptych.services.decode import outbox as outbox_module
-from triptych.services.decode.outbox import Outbox, batches
+from triptych.services.decode.outbox import Outbox, batches, joined
 from triptych.shared.errors import InternalError, WireError
 from triptych.shared.messages import Event, InstanceId, RequestId, StageTime, TokenBatch, TokenChunk, stream_subject
+from triptych.shared.sampling_params import TokenLogprobs
 from triptych.shared.wire import MAX_PAYLOAD_BYTES, encode
 
 ME = InstanceId("decode-0-5f3a2c1b")
@@ -37,6 +38,23 @@ def test_batches_stay_under_the_limit(made: list[TokenChunk], repeat: int) -> No
     assert [chunk for batch in sent for chunk in batch.chunks] == made * repeat
     sizes = [len(encode(batch)) for batch in sent]  # raises over the limit
     assert all(size <= MAX_PAYLOAD_BYTES for size in sizes)
+
+
+@pytest.mark.parametrize(("num_top", "num_steps"), [(None, 20_000), (20, 2000)])
+def test_what_waited_for_a_slow_bus_stays_under_the_limit_too(num_top: int | None, num_steps: int) -> None:
+    top = tuple((150_000 + i, -20.0 - i) for i in range(num_top or 0))
+    logprobs = () if num_top is None else (TokenLogprobs(-1.5, top),)
+    steps = [TokenChunk(RequestId("r" * 30), seq, (100_000 + seq,), logprobs) for seq in range(num_steps)]
+    sent = list(batches(ME, joined(steps)))
+    assert all(len(encode(batch)) <= MAX_PAYLOAD_BYTES for batch in sent)
+    next_seq = 0
+    for chunk in (chunk for batch in sent for chunk in batch.chunks):
+        assert chunk.seq == next_seq
+        assert chunk.token_ids == tuple(range(100_000 + next_seq, 100_000 + next_seq + len(chunk.token_ids)))
+        assert chunk.logprobs == logprobs * len(chunk.token_ids)
+        next_seq += len(chunk.token_ids)
+    assert next_seq == num_steps
+    assert sum(len(batch.chunks) for batch in sent) < num_steps / 50
 
 
 async def test_a_step_makes_one_batch_per_router() -> None:
