@@ -52,3 +52,7 @@ class Edge:
             if call.cancel():
                 raise Overloaded("too many prompts wait to be tokenized; try again later") from None
             raise BadRequest("the prompt takes too long to tokenize; make it shorter") from None
+
+    async def off_loop(self, work: Callable[[], T]) -> T:
+        """work() in a worker thread: it may take seconds."""
+        return await asyncio.get_running_loop().run_in_executor(self.workers, work)

@@ -1,6 +1,7 @@
 """The bodies of OpenAI's two text APIs: one JSON object, or the events of a stream. No I/O; one instance per answer.
 
-Most events are pieces of text that differ in nothing else: they are put together from ready bytes.
+Most events are pieces of text that differ in nothing else: they are put together from ready bytes. So are log probabilities,
+of which an answer may have a million: as objects they would take a hundred times the memory.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class Bodies(ABC):
         self._head = b"data: " + _encode({"object": self.chunk_kind, **self._fields})[:-1] + b',"choices":[{"index":'
         self._tail = b',"usage":null}\n\n' if with_usage else b"}\n\n"
 
-    def whole(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> dict[str, Any]:
-        """The answer in one object; a piece is all of a choice."""
+    def whole(self, pieces: Sequence[Piece], usage: dict[str, Any], extra: dict[str, Any]) -> bytes:
+        """The answer as one JSON object; a piece is all of a choice. With log probabilities it may take seconds."""
         choices = [
             {
                 "index": piece.index,
@@ -45,7 +46,7 @@ class Bodies(ABC):
             }
             for piece in pieces
         ]
-        return {"object": self.kind, **self._fields, "choices": choices, "usage": usage}
+        return _encode({"object": self.kind, **self._fields, "choices": choices, "usage": usage, **extra})
 
     def opening(self, index: int) -> bytes:
         """The event before a choice's first piece, if there is one."""
@@ -77,7 +78,7 @@ class Bodies(ABC):
     def _whole_text(self, text: str) -> dict[str, Any]: ...
 
     @abstractmethod
-    def _logprobs(self, piece: Piece) -> dict[str, Any]: ...
+    def _logprobs(self, piece: Piece) -> dict[str, Any] | msgspec.Raw: ...
 
 
 class ChatBodies(Bodies):
@@ -96,16 +97,16 @@ class ChatBodies(Bodies):
     def _whole_text(self, text: str) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
-    def _logprobs(self, piece: Piece) -> dict[str, Any]:
-        return {"content": [self._output_token(token) for token in piece.tokens], "refusal": None}
+    def _logprobs(self, piece: Piece) -> msgspec.Raw:
+        tokens = b",".join(map(self._output_token, piece.tokens))
+        return msgspec.Raw(b'{"content":[%b],"refusal":null}' % tokens)
 
-    def _output_token(self, token: OutputToken) -> dict[str, Any]:
-        top = [self._token(token_id, logprob) for token_id, logprob in token.logprobs.top]
-        return {**self._token(token.token_id, token.logprobs.logprob), "top_logprobs": top}
+    def _output_token(self, token: OutputToken) -> bytes:
+        top = b",".join(b"{%b}" % self._token(token_id, logprob) for token_id, logprob in token.logprobs.top)
+        return b'{%b,"top_logprobs":[%b]}' % (self._token(token.token_id, token.logprobs.logprob), top)
 
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        data = self._texts.bytes_of(token_id)
-        return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data)}
+    def _token(self, token_id: int, logprob: float) -> bytes:
+        return b'%b,"logprob":%b' % (self._texts.fields_of(token_id), _encode(logprob))
 
 
 class CompletionBodies(Bodies):
@@ -134,7 +135,7 @@ class CompletionBodies(Bodies):
         return {
             "tokens": tokens,
             "token_logprobs": [token.logprobs.logprob for token in piece.tokens],
-            "top_logprobs": [self._top(token) for token in piece.tokens],
+            "top_logprobs": [msgspec.Raw(_encode(self._top(token))) for token in piece.tokens],
             "text_offset": offsets,
         }
 
@@ -145,7 +146,7 @@ class CompletionBodies(Bodies):
         return {**top, self._token_text(token.token_id): token.logprobs.logprob}
 
     def _token_text(self, token_id: int) -> str:
-        return self._texts.bytes_of(token_id).decode(errors="replace")
+        return self._texts.text_of(token_id)
 
 
 def usage_of(records: Sequence[RequestRecord], num_choices: int) -> dict[str, Any]:

@@ -127,10 +127,11 @@ class Session:
     async def _whole(self, bodies: Bodies, pieces: AsyncGenerator[Piece]) -> Response:
         whole = sorted([piece async for piece in pieces], key=lambda piece: piece.index)
         self._finish_reason = whole[0].finish_reason
-        body = bodies.whole(whole, self._usage())
-        if self._wants_trace:
-            body["triptych"] = trace_of(self._record)
-        return Response(msgspec.json.encode(body), media_type="application/json")
+        extra = {"triptych": trace_of(self._record)} if self._wants_trace else {}
+        write = partial(bodies.whole, whole, self._usage(), extra)
+        has_logprobs = any(piece.tokens for piece in whole)
+        body = await self._edge.off_loop(write) if has_logprobs else write()
+        return Response(body, media_type="application/json")
 
     async def _events(
         self, bodies: Bodies, first: asyncio.Task[Piece], rest: AsyncGenerator[Piece], with_usage: bool

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import msgspec
 from tokenizers import Tokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
@@ -21,6 +22,7 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self._fields: dict[int, bytes] = {}  # at most the vocabulary
         self._added = {id_: token.content.encode() for id_, token in tokenizer.get_added_tokens_decoder().items()}
         decoder = tokenizer.decoder
         is_byte_level = decoder is not None and b"ByteLevel" in decoder.__getstate__()
@@ -38,3 +40,14 @@ class TokenTexts:
         if match := _BYTE_TOKEN.fullmatch(piece):
             return bytes([int(match.group(1), 16)])
         return piece.replace("\u2581", " ").encode()
+
+    def text_of(self, token_id: int) -> str:
+        """Of a token by itself, which may be a part of a character."""
+        return self.bytes_of(token_id).decode(errors="replace")
+
+    def fields_of(self, token_id: int) -> bytes:
+        """Its text and bytes as fields of a JSON object. Kept: the same few thousand are asked for again and again."""
+        if (fields := self._fields.get(token_id)) is None:
+            fields = msgspec.json.encode({"token": self.text_of(token_id), "bytes": list(self.bytes_of(token_id))})[1:-1]
+            self._fields[token_id] = fields
+        return fields

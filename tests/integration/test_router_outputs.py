@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from importlib import metadata
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from support.fake_stages import ANSWER, MODEL, FakeStage, World, events, text_of, until, write_toy_checkpoint
 from support.raw_client import RawClient
+from triptych.services.router.responses import ChatBodies
 from triptych.shared.errors import InstanceLost, InternalError
 from triptych.shared.messages import Accepted, DecodeRequest, Message, PrefillReply, PrefillRequest
 
@@ -185,6 +187,19 @@ async def test_logprobs_in_chat(world: World) -> None:
     plain = (await world.ask("hello", logprobs=True)).json()["choices"][0]["logprobs"]["content"]
     assert all(entry["top_logprobs"] == [] for entry in plain)
     assert (await world.ask("hello")).json()["choices"][0]["logprobs"] is None
+
+
+async def test_an_answer_with_logprobs_is_written_off_the_event_loop(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[threading.Thread] = []
+
+    def whole(bodies: ChatBodies, *args: Any) -> bytes:
+        threads.append(threading.current_thread())
+        return b"{}"
+
+    monkeypatch.setattr(ChatBodies, "whole", whole)
+    await world.ask("hello", logprobs=True)
+    await world.ask("hello")  # of an answer without them that would only cost time
+    assert [thread is threading.current_thread() for thread in threads] == [False, True]
 
 
 async def test_logprobs_in_plain_completions(world: World) -> None:
