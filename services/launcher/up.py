@@ -58,7 +58,7 @@ class UpInfo(msgspec.Struct, frozen=True):
 @dataclass(frozen=True, slots=True)
 class UpOptions:
     """What `up` has besides the settings. tell: a line for the user (stderr). log_dir: keep the logs there; None: in the
-    run's temporary folder, which is removed at the end."""
+    run's temporary folder, which is removed at the end; the next run removes those of a failed start."""
 
     counts: Counts
     ready_timeout_s: float
@@ -80,7 +80,7 @@ def run_up(settings: Settings, options: UpOptions) -> int:
 async def _run(settings: Settings, options: UpOptions) -> int:
     _remove_stale_runs()
     folder = Path(tempfile.mkdtemp(prefix=f"{RUN_PREFIX}{os.getpid()}-"))
-    status = 0
+    status = 1  # unless it says another one
     try:
         status = await Up(settings, options, folder).run()
     finally:

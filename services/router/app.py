@@ -111,7 +111,7 @@ class RouterService:
         raise InternalError(f"a router has no use for a {type(request).__name__}", code="invalid_message")
 
     def report(self) -> Report:
-        """Requests inside, as the stage `router`."""
+        """Requests inside, arriving ones included, as the stage `router`."""
         if self._running is None:
             return Report()
         checkpoint = self._running.checkpoint
