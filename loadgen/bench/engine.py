@@ -36,7 +36,6 @@ BATCH_SIZES = (1, 8, 32)
 OUTPUT_TOKENS = 128
 TRIAL_OUTPUT_TOKENS = 17  # chosen: 16 decode steps tell one thread from many
 TRIAL_WORK = 1e11  # chosen: parameters times prompt tokens, a few seconds of one core
-NUM_TRIALS = 2
 QUICK = (Case(16, 2, 4),)
 SMALL_MODEL_PARAMETERS = 50_000_000  # chosen: below it what is not the forward pass decides, and vLLM is the bar
 SMALL_DECODE_BARS = {1: 1.2, 8: 1.2, 32: 1.0}  # by batch size, of vLLM's tokens/s
@@ -184,14 +183,18 @@ class _Contest:
         return {phase: measured[variant.name][phase] for phase, variant in chosen.items()}
 
     async def _best_variants(self, case: Case, variants: Sequence[Variant]) -> dict[str, Variant]:
-        """By phase, from short runs, which warm them up as well. A busy moment can only slow a run: the fastest counts."""
+        """By phase, from short runs, which warm them up as well: one of each, another of those not hopelessly slow. A busy
+        moment can only slow a run: the fastest counts."""
         affordable = int(TRIAL_WORK / self.num_parameters / case.batch_size)
         trial = Case(
             min(case.num_prompt_tokens, max(affordable, TRIAL_OUTPUT_TOKENS)),
             case.batch_size,
             min(case.num_output_tokens, TRIAL_OUTPUT_TOKENS),
         )
-        tried = [(await variant.measure(trial, next(self.seeds)), variant) for _ in range(NUM_TRIALS) for variant in variants]
+        tried = [(await variant.measure(trial, next(self.seeds)), variant) for variant in variants]
+        most = {phase: max(found[phase] for found, _ in tried) for phase in PHASES}
+        hopeful = [variant for found, variant in tried if any(found[phase] > most[phase] / 2 for phase in PHASES)]
+        tried += [(await variant.measure(trial, next(self.seeds)), variant) for variant in hopeful]
         return {phase: max(tried, key=lambda one: one[0][phase])[1] for phase in PHASES}
 
 
