@@ -78,7 +78,7 @@ PROCESSOR = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Shape:
+class CheckpointShape:
     """Sizes of a checkpoint: text first, vision_* after. Heads are 32 or 64 wide: vLLM's kernels have no narrower ones."""
 
     vocab_size: int
@@ -95,10 +95,11 @@ class _Shape:
     vision_window_size: int
     vision_full_attention: tuple[int, ...]
     tie_word_embeddings: bool = False
+    rope_theta: float = 10_000.0
 
 
-SHAPES: dict[Kind, _Shape] = {
-    "tiny": _Shape(
+SHAPES: dict[Kind, CheckpointShape] = {
+    "tiny": CheckpointShape(
         vocab_size=1024,
         hidden_size=128,
         intermediate_size=256,
@@ -113,7 +114,7 @@ SHAPES: dict[Kind, _Shape] = {
         vision_window_size=56,
         vision_full_attention=(1,),
     ),
-    "bench": _Shape(
+    "bench": CheckpointShape(
         vocab_size=8192,
         hidden_size=640,
         intermediate_size=1792,
@@ -128,7 +129,7 @@ SHAPES: dict[Kind, _Shape] = {
         vision_window_size=112,
         vision_full_attention=(3, 7),
     ),
-    "smollm2-135m": _Shape(
+    "smollm2-135m": CheckpointShape(
         vocab_size=49152,
         hidden_size=576,
         intermediate_size=1536,
@@ -161,7 +162,7 @@ def make_checkpoint(kind: Kind, out_dir: Path, seed: int = 0) -> Path:
     ids = {token: len(vocab) + i for i, token in enumerate(SPECIAL_TOKENS)}
     tokenizer = Tokenizer.from_str(json.dumps(_tokenizer(vocab, merges, ids)))
     tokenizer.save(str(out_dir / "tokenizer.json"))
-    config = _config(shape, ids)
+    config = model_config(shape, ids)
     with torch.device("meta"):
         model = untyped.Qwen2_5_VLForConditionalGeneration(untyped.Qwen2_5_VLConfig(**config)).to(torch.float32)
     model.to_empty(device="cpu")
@@ -225,7 +226,7 @@ def _tokenizer(vocab: dict[str, int], merges: list[tuple[str, str]], special_ids
     }
 
 
-def _tokenizer_config(shape: _Shape) -> dict[str, Any]:
+def _tokenizer_config(shape: CheckpointShape) -> dict[str, Any]:
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": "<|im_end|>",
@@ -236,8 +237,9 @@ def _tokenizer_config(shape: _Shape) -> dict[str, Any]:
     }
 
 
-def _config(shape: _Shape, ids: dict[str, int]) -> dict[str, Any]:
-    """config.json. Only `rope_parameters`, no `rope_scaling` beside it: transformers 5 then forgets theta."""
+def model_config(shape: CheckpointShape, ids: dict[str, int]) -> dict[str, Any]:
+    """config.json. ids: of all SPECIAL_TOKENS. There is no `rope_scaling` beside `rope_parameters`: transformers 5 would forget
+    theta."""
     quarter = shape.hidden_size // shape.num_heads // 8
     text = {
         "model_type": "qwen2_5_vl_text",
@@ -260,7 +262,7 @@ def _config(shape: _Shape, ids: dict[str, int]) -> dict[str, Any]:
         # sections of the head's frequencies that turn with time, height and width; theta is low since heads are narrow
         "rope_parameters": {
             "rope_type": "default",
-            "rope_theta": 10_000.0,
+            "rope_theta": shape.rope_theta,
             "mrope_section": [4 * quarter - 2 * (3 * quarter // 2), 3 * quarter // 2, 3 * quarter // 2],
         },
     }

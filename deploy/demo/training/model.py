@@ -15,8 +15,8 @@ from torch import nn
 
 from training.pictures import processor_config
 from training.recipe import ModelShape
-from training.tokenizer import END_TOKEN, IMAGE_TOKEN, save_tokenizer
-from triptych.loadgen.checkpoint import PROCESSOR, SPECIAL_TOKENS
+from training.tokenizer import END_TOKEN, save_tokenizer
+from triptych.loadgen.checkpoint import SPECIAL_TOKENS, CheckpointShape, model_config
 
 _WINDOW_SIZE = 112  # pixels, as in Qwen2.5-VL
 _RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight", "attn.proj.weight")
@@ -54,49 +54,20 @@ def num_parameters(model: nn.Module) -> int:
 
 
 def _config(shape: ModelShape, tokenizer: Tokenizer) -> dict[str, Any]:
-    pad, end = tokenizer.token_to_id(SPECIAL_TOKENS[0]), tokenizer.token_to_id(END_TOKEN)
-    frequencies = shape.hidden_size // shape.num_heads // 2
-    spatial = (frequencies - frequencies // 4) // 2
-    text = {
-        "vocab_size": shape.vocab_size,
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-6,
-        # alone: a `rope_scaling` beside it makes transformers 5 forget theta
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": shape.rope_theta,
-            "mrope_section": [frequencies - 2 * spatial, spatial, spatial],
-        },
-        "tie_word_embeddings": False,
-        "bos_token_id": pad,
-        "pad_token_id": pad,
-        "eos_token_id": end,
-    }
-    vision = {
-        "depth": shape.vision_depth,
-        "hidden_size": shape.vision_hidden_size,
-        "intermediate_size": shape.vision_intermediate_size,
-        "num_heads": shape.vision_num_heads,
-        "out_hidden_size": shape.hidden_size,
-        "window_size": _WINDOW_SIZE,
-        "fullatt_block_indexes": list(range(1, shape.vision_depth, 2)),
-        "patch_size": PROCESSOR["patch_size"],
-        "temporal_patch_size": PROCESSOR["temporal_patch_size"],
-        "spatial_merge_size": PROCESSOR["merge_size"],
-        "in_channels": 3,
-        "tokens_per_second": 2,
-    }
-    return {
-        "image_token_id": tokenizer.token_to_id(IMAGE_TOKEN),
-        "video_token_id": tokenizer.token_to_id("<|video_pad|>"),
-        "vision_start_token_id": tokenizer.token_to_id("<|vision_start|>"),
-        "vision_end_token_id": tokenizer.token_to_id("<|vision_end|>"),
-        "tie_word_embeddings": False,
-        "text_config": text,
-        "vision_config": vision,
-    }
+    sizes = CheckpointShape(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_layers=shape.num_layers,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        max_position_embeddings=8192,
+        vision_hidden_size=shape.vision_hidden_size,
+        vision_intermediate_size=shape.vision_intermediate_size,
+        vision_depth=shape.vision_depth,
+        vision_num_heads=shape.vision_num_heads,
+        vision_window_size=_WINDOW_SIZE,
+        vision_full_attention=tuple(range(1, shape.vision_depth, 2)),
+        rope_theta=shape.rope_theta,
+    )
+    return model_config(sizes, tokenizer.get_vocab())
