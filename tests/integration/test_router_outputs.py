@@ -28,6 +28,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 async def world(checkpoint: Path) -> AsyncIterator[World]:
     """With all stages. Every test must leave nothing behind."""
+    async with World(checkpoint, stage_wait_s=1.0) as made:
+        made.add_all()
+        yield made
+        await made.settled()
+
+
+@pytest.fixture
+async def pinging(checkpoint: Path) -> AsyncIterator[World]:
+    """As `world`; says something in every short silence."""
     async with World(checkpoint, stage_wait_s=1.0, ping_interval_s=0.05) as made:
         made.add_all()
         yield made
@@ -348,9 +357,9 @@ async def test_no_piece_of_a_stream_cuts_a_character(world: World) -> None:
     await until(lambda: len(decode.released) == 1, "released")
 
 
-async def test_pings_while_the_first_token_takes_its_time(world: World) -> None:
+async def test_pings_while_the_first_token_takes_its_time(pinging: World) -> None:
     """The role comes at once, comments keep the connection alive, then all goes on as ever."""
-    prefill, is_open = stage(world, "prefill"), asyncio.Event()
+    prefill, is_open = stage(pinging, "prefill"), asyncio.Event()
 
     async def slow(request: PrefillRequest) -> Message:
         await is_open.wait()
@@ -358,7 +367,7 @@ async def test_pings_while_the_first_token_takes_its_time(world: World) -> None:
 
     prefill.hooks[PrefillRequest] = slow
     body = {"messages": [{"role": "user", "content": "x"}], "stream": True}
-    async with world.http.stream("POST", "/v1/chat/completions", json=body) as response:
+    async with pinging.http.stream("POST", "/v1/chat/completions", json=body) as response:
         assert response.status_code == 200
         received = ""
         async for piece in response.aiter_text():
@@ -370,8 +379,8 @@ async def test_pings_while_the_first_token_takes_its_time(world: World) -> None:
     assert text_of(events(received.replace(": ping\n\n", ""))) == ANSWER
 
 
-async def test_an_error_after_pings_is_an_event(world: World) -> None:
-    prefill, is_open = stage(world, "prefill"), asyncio.Event()
+async def test_an_error_after_pings_is_an_event(pinging: World) -> None:
+    prefill, is_open = stage(pinging, "prefill"), asyncio.Event()
 
     async def slow(request: PrefillRequest) -> Message:
         await is_open.wait()
@@ -379,7 +388,7 @@ async def test_an_error_after_pings_is_an_event(world: World) -> None:
 
     prefill.hooks[PrefillRequest] = slow
     body = {"messages": [{"role": "user", "content": "x"}], "stream": True}
-    async with world.http.stream("POST", "/v1/chat/completions", json=body) as response:
+    async with pinging.http.stream("POST", "/v1/chat/completions", json=body) as response:
         received = ""
         async for piece in response.aiter_text():
             received += piece
@@ -392,9 +401,9 @@ async def test_an_error_after_pings_is_an_event(world: World) -> None:
 
 @pytest.mark.parametrize("num_choices", [1, 3])
 @pytest.mark.parametrize("stage_name", ["prefill", "decode"])
-async def test_a_client_that_leaves_a_stream_ends_all_of_it(world: World, num_choices: int, stage_name: str) -> None:
+async def test_a_client_that_leaves_a_stream_ends_all_of_it(pinging: World, num_choices: int, stage_name: str) -> None:
     """Before the first token (with pings already out) and in the middle; the fixture checks that nothing is left."""
-    prefill = stage(world, "prefill")
+    prefill = stage(pinging, "prefill")
     if stage_name == "prefill":
 
         async def never(request: PrefillRequest) -> Message:
@@ -402,9 +411,9 @@ async def test_a_client_that_leaves_a_stream_ends_all_of_it(world: World, num_ch
             raise AssertionError
 
         prefill.hooks[PrefillRequest] = never
-    decode = endless(world, " on and on")
+    decode = endless(pinging, " on and on")
     body = {"messages": [{"role": "user", "content": "x"}], "stream": True, "n": num_choices}
-    client = await RawClient.post(world.url, body)
+    client = await RawClient.post(pinging.url, body)
     busy = prefill if stage_name == "prefill" else decode
     await until(lambda: len(busy.seen) == num_choices, "all choices are there")
     if stage_name == "decode":
