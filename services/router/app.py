@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import structlog
@@ -68,6 +68,7 @@ class RouterService:
         self._num_admitted = 0
         self._num_tokenizing = 0
         self._workers = ThreadPoolExecutor(NUM_WORKER_THREADS, thread_name_prefix="prepare")
+        self._side_worker = ThreadPoolExecutor(1, thread_name_prefix="tokenize")  # a flood of these keeps no chat waiting
         self.app = FastAPI(title="Triptych", summary="OpenAI-compatible chat with pictures")
         install_error_handlers(self.app)
         add_endpoints(self.app, self)
@@ -128,7 +129,8 @@ class RouterService:
         if self._running is not None:
             await self._running.releases.stop()
             await self._running.parts.uploader.close()
-        self._workers.shutdown(wait=False, cancel_futures=True)
+        for workers in (self._workers, self._side_worker):
+            workers.shutdown(wait=False, cancel_futures=True)
 
     # --- its paths ------------------------------------------------------------------------------------------------------
 
@@ -178,7 +180,7 @@ class RouterService:
             return error_response(Overloaded("too many prompts wait to be tokenized; try again later"))
         self._num_tokenizing += 1
         try:
-            return await answer_quickly(self._running.edge, read, request)
+            return await answer_quickly(replace(self._running.edge, workers=self._side_worker), read, request)
         finally:
             self._num_tokenizing -= 1
 

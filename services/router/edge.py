@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -42,14 +44,22 @@ class Edge:
         """read(body, ...) in a worker thread: parsing, rendering and tokenizing may take long.
 
         Raises:
-            Overloaded: it did not even begin in time; BadRequest: it did.
+            Overloaded: it did not begin soon enough to blame it; BadRequest: it did, and took too long.
         """
-        call = self.workers.submit(read, body, self.model, Bounds(self.settings, self.parts.limits.max_model_len()))
+        begun_at_s = math.inf
+        bounds = Bounds(self.settings, self.parts.limits.max_model_len())
+
+        def work() -> T:
+            nonlocal begun_at_s
+            begun_at_s = time.monotonic()
+            return read(body, self.model, bounds)
+
+        call = self.workers.submit(work)
         try:
             async with asyncio.timeout(PREPARE_TIMEOUT_S):
                 return await asyncio.wrap_future(call)
         except TimeoutError:
-            if call.cancel():
+            if call.cancel() or time.monotonic() - begun_at_s < PREPARE_TIMEOUT_S / 2:
                 raise Overloaded("too many prompts wait to be tokenized; try again later") from None
             raise BadRequest("the prompt takes too long to tokenize; make it shorter") from None
 

@@ -129,7 +129,7 @@ class PromptBuilder:
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a text that may spell special tokens."""
-        return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        return _token_ids(self.tokenizer, text, add_special_tokens)
 
     def _tokenize(self, turns: Sequence[ChatTurn], split_parts: bool) -> list[int]:
         """Split at spellings of special tokens inside the users' text (and around each text when split_parts)."""
@@ -154,10 +154,10 @@ class PromptBuilder:
         return str(rendered[0])
 
     def _encode_plain(self, text: str) -> list[int]:
-        return list(self.tokenizer.encode(text, add_special_tokens=False).ids) if text else []
+        return _token_ids(self.tokenizer, text) if text else []
 
     def _encode_text(self, text: str) -> list[int]:
-        return list(self._text_tokenizer.encode(text, add_special_tokens=False).ids) if text else []
+        return _token_ids(self._text_tokenizer, text) if text else []
 
     def _num_special(self, token_ids: list[int]) -> int:
         return sum(id_ in self._special_ids for id_ in token_ids)
@@ -189,6 +189,11 @@ class _Escape:
     def _mark(self, spelled: str) -> str:
         self.spelled.append(spelled)
         return f"{self._open}{len(self.spelled) - 1}{self._close}"
+
+
+def _token_ids(tokenizer: Tokenizer, text: str, add_special_tokens: bool = False) -> list[int]:
+    """Not by `encode`, which holds the interpreter lock all the time: the event loop would stand still for 1 s per MB."""
+    return list(tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
 
 def _skeleton(turn: ChatTurn) -> ChatTurn:

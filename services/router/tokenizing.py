@@ -61,4 +61,5 @@ def detokenize(body: bytes, model: Model, bounds: Bounds) -> dict[str, Any]:
     """Special tokens are shown. Ids without a token are nothing. Raises BadRequest."""
     request = validated(DetokenizeRequest, decode_body(body, bounds.max_text_chars))
     model.check(request.model)
-    return {"prompt": model.prompts.tokenizer.decode(request.tokens, skip_special_tokens=False)}
+    [text] = model.prompts.tokenizer.decode_batch([request.tokens], skip_special_tokens=False)  # `decode` holds the lock
+    return {"prompt": text}

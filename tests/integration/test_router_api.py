@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -20,6 +21,7 @@ from support.fake_stages import ANSWER, IMAGE_TOKENS, MODEL, World, events, text
 from triptych.services.router.api_types import ImageInput
 from triptych.services.router.app import NUM_WORKER_THREADS
 from triptych.services.router.data_url import ImageSource
+from triptych.services.router.prompt import PromptBuilder
 from triptych.shared.errors import BadRequest, InstanceLost, InternalError, Overloaded
 from triptych.shared.http_host import listening_socket, url_of
 from triptych.shared.messages import (
@@ -437,6 +439,28 @@ async def test_a_prompt_that_waits_too_long_for_a_thread_is_no_fault_of_its_clie
     go.set()
     assert response.status_code == 503
     assert error_of(response)["code"] == "overloaded"
+
+
+async def test_nor_is_one_whose_thread_came_late(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triptych.services.router.edge.PREPARE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("triptych.services.router.edge.time", SimpleNamespace(monotonic=lambda: 0.0))  # it has just begun
+    world.add_all()
+    go = threading.Event()
+    monkeypatch.setattr(PromptBuilder, "build", lambda *_: go.wait(10))
+    response = await world.ask()
+    go.set()
+    assert response.status_code == 503
+
+
+async def test_tokenizing_for_its_own_sake_keeps_no_chat_waiting(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.add_all()
+    go = threading.Event()
+    monkeypatch.setattr("triptych.services.router.app.tokenize", lambda *_: {"went": go.wait(10)})
+    asked = [asyncio.create_task(world.http.post("/tokenize", json={})) for _ in range(NUM_WORKER_THREADS + 1)]
+    assert (await world.ask()).status_code == 200
+    assert not any(task.done() for task in asked)
+    go.set()
+    assert [(await task).json() for task in asked] == [{"went": True}] * len(asked)
 
 
 @pytest.mark.parametrize("code", ["tensor_gone", "instance_lost"])

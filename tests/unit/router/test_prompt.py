@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from array import array
 from pathlib import Path
 from typing import Any
@@ -181,3 +182,23 @@ def test_plain_prompts(builder: PromptBuilder) -> None:
         with pytest.raises(BadRequest) as caught:
             builder.plain(bad, True)
         assert caught.value.param == "prompt"
+
+
+def test_other_threads_run_while_a_long_text_is_tokenized(builder: PromptBuilder) -> None:
+    num_ticks, is_over = 0, threading.Event()
+
+    def tick() -> None:
+        nonlocal num_ticks
+        while not is_over.wait(0.001):
+            num_ticks += 1
+
+    ticking = threading.Thread(target=tick)
+    ticking.start()
+    try:
+        before = num_ticks
+        builder.encode("some words, " * 100_000, add_special_tokens=False)
+        during = num_ticks - before
+    finally:
+        is_over.set()
+        ticking.join()
+    assert during > 10  # with the interpreter lock held: one or two
