@@ -62,7 +62,6 @@ class Session:
         self._pieces: AsyncGenerator[Piece] | None = None
         self._first: asyncio.Task[Piece] | None = None
         self._finish_reason: FinishReason | None = None
-        self._failure: TriptychError | None = None
 
     async def respond(self) -> Response:
         """The answer, or an error as JSON: nothing is sent until the first token is there, or for ping_interval_s."""
@@ -148,10 +147,13 @@ class Session:
                 if data := self._news(bodies, piece):
                     yield data
         except Exception as error:
-            self._failure = as_typed(error)
-            self._tell(self._failure)
-            yield b"data: " + msgspec.json.encode(error_object(self._failure)) + b"\n\n"
+            typed = as_typed(error)
+            self._tell(typed)
+            await self._close(Phase.FAILED, typed.status)
+            yield b"data: " + msgspec.json.encode(error_object(typed)) + b"\n\n"
             return
+        # before the client knows, so that its place is free when it asks again
+        await self._close(Phase.FINISHED, 200)
         yield (bodies.usage_event(self._usage()) if with_usage else b"") + DONE
 
     def _news(self, bodies: Bodies, piece: Piece) -> bytes:
@@ -168,13 +170,9 @@ class Session:
             attempts = len(self._record.attempts)
             _log.warning(error.message, code=error.code, request_id=self._record.base_id, attempts=attempts)
 
-    async def _on_streamed(self, is_sent: bool) -> None:
-        if self._failure is not None:
-            await self._close(Phase.FAILED, self._failure.status)
-        elif is_sent:
-            await self._close(Phase.FINISHED, 200)
-        else:
-            await self._close(Phase.CANCELLED, CLIENT_GONE_STATUS)
+    async def _on_streamed(self) -> None:
+        """A stream that came to its end has closed the session already."""
+        await self._close(Phase.CANCELLED, CLIENT_GONE_STATUS)
 
     async def _close(self, phase: Phase, status: int) -> None:
         """Whatever still runs for this request ends here: closing the iterator releases it at every instance."""

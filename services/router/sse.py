@@ -15,8 +15,7 @@ PING = b": ping\n\n"  # a comment: clients and proxies see that the connection l
 
 
 class EventStream(Response):
-    """Sends `events` as they come. However it ends (done, client gone, out of time, cancelled), `close` runs once, with
-    whether all events were sent.
+    """Sends `events` as they come. However it ends (done, client gone, out of time, cancelled), `close` runs once.
 
     Args:
         events: whole events, already encoded; handles its own errors.
@@ -27,7 +26,7 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, events: AsyncGenerator[bytes], timeout_s: float, ping_interval_s: float, close: Callable[[bool], Awaitable[None]]
+        self, events: AsyncGenerator[bytes], timeout_s: float, ping_interval_s: float, close: Callable[[], Awaitable[None]]
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
@@ -38,15 +37,13 @@ class EventStream(Response):
         self._sent_at_s = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_sent = False
         try:
             async with asyncio.timeout(self._timeout_s):
                 await while_connected(receive, self._send(send))
-            is_sent = True
         except (ClientGoneError, TimeoutError, OSError):
             pass  # nobody is there to be told
         finally:
-            await self._close(is_sent)
+            await self._close()
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
