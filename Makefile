@@ -17,7 +17,7 @@ PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
 export PYTHONSAFEPATH = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long test-compose gpu-check check format types clean
+.PHONY: help setup demo test test-long test-compose gpu-check check lint mypy fast format types clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,9 +50,16 @@ gpu-check: setup  ## the tests that need a CUDA device
 	$(PYTEST) tests/gpu -m gpu
 
 check: setup types  ## format, lint, types, fast tests
+	$(MAKE) --jobs 2 lint mypy fast
+
+lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+
+mypy: setup types
 	$(BIN)/mypy $(SOURCE:%=build/types/triptych/%) deploy/demo
+
+fast: setup
 	$(PYTEST) --numprocesses $(JOBS) $(FAST)
 
 format: setup  ## rewrite the files as `make check` wants them
