@@ -10,6 +10,7 @@ import torch
 
 from support.fake_cluster import FakeCluster, FakeHost, error_of, until
 from support.fake_engine import FakeEngine, embedding_of
+from triptych.shared.messages import TensorRef
 
 
 async def start(engine: FakeEngine | None = None, **settings: Any) -> tuple[FakeCluster, FakeHost]:
