@@ -1,0 +1,74 @@
+"""What `open_trace` gives and takes: rows that stream, the form they were read from, and what could not be read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from triptych.loadgen.traces.row import TraceRow
+
+MAX_KEPT = 10  # malformed rows that are kept to be shown; chosen: all are counted
+PAPER_MAX_IMAGES = 16  # ModServe (arXiv 2502.00937) replays requests of 0 to 16 pictures
+
+
+class TraceError(Exception):
+    """A trace that cannot be read at all; the text is one line for the user: what was found, what is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceOptions:
+    """How rows become a schedule, applied in this order; times are the trace's own until speed_up divides them.
+
+    image_count: how Azure LMM's NumImages is read, whose values are squares; max_images: a request with more has this many;
+    None: no cap. start_s, duration_s: only rows of that window, which then begins at 0. text_rate_scale, image_rate_scale: below 1
+    a seeded draw drops requests, above 1 repeats follow within repeat_within_s. limit: at most so many rows.
+    """
+
+    image_count: Literal["sqrt", "raw"] = "sqrt"
+    max_images: int | None = PAPER_MAX_IMAGES
+    start_s: float = 0.0
+    duration_s: float | None = None
+    text_rate_scale: float = 1.0
+    image_rate_scale: float = 1.0
+    repeat_within_s: float = 5.0  # chosen: several gaps of the Azure LMM trace, less than a burst of it
+    speed_up: float = 1.0
+    limit: int | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MalformedRow:
+    """line_number: from 1, the header counts."""
+
+    line_number: int
+    reason: str
+
+
+@dataclass(slots=True)
+class MalformedRows:
+    """Rows that were left out so far: all are counted, the first few are kept."""
+
+    count: int = 0
+    first: list[MalformedRow] = field(default_factory=list)
+
+    def add(self, line_number: int, reason: str) -> None:
+        self.count += 1
+        if len(self.first) < MAX_KEPT:
+            self.first.append(MalformedRow(line_number, reason))
+
+
+@dataclass(frozen=True, slots=True)
+class Trace(Iterator[TraceRow]):
+    """Rows in order of arrival_s, read while they are asked for, once. malformed fills while rows are read.
+
+    name: the file's or workload's, to be shown. form: azure-llm, azure-lmm, mooncake, bailian, burstgpt, triptych, workload.
+    """
+
+    name: str
+    form: str
+    rows: Iterator[TraceRow]
+    malformed: MalformedRows
+
+    def __next__(self) -> TraceRow:
+        return next(self.rows)
