@@ -49,6 +49,7 @@ class Unknowns:
     vit_mfu: float = 0.4  # vision towers reach 0.35 to 0.5 of the peak
     step_overhead_s: float = 0.003  # scheduling, launching and sampling of one language step
     encode_overhead_s: float = 0.003  # the same of one encode batch
+    encode_serial_share: float = 0.1  # of encoding that TP does not divide; ElasticMM's code scales it by n ** 0.8
     memory_utilization: float = 0.9  # of the GPU's memory; vLLM's default
     preprocess_cores: int = 12  # CPU cores per GPU: Azure's ND A100 v4 has 96 for 8
 
