@@ -15,6 +15,7 @@ from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is downloaded
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are forked
+os.environ.setdefault("GOMP_SPINCOUNT", "30000")  # threads that spin for long turn a little load beside them into a standstill
 sys.path.insert(0, str(Path(__file__).parent))  # absent with PYTHONSAFEPATH
 
 import torch

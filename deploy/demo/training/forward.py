@@ -18,7 +18,7 @@ from training.batches import Batch
 from triptych.loadgen.checkpoint import PROCESSOR
 
 VISION_ROPE_THETA = 10_000.0  # fixed in the architecture
-EARLY_LAYER = 1  # the text layer after which a picture token should know of which picture it is, and where
+EARLY_LAYER = 1  # the text layer, not the last, after which a picture token should know of which picture it is, and where
 
 
 class Outputs(NamedTuple):
@@ -34,8 +34,8 @@ def forward(model: Any, batch: Batch[Tensor]) -> Outputs:
     embedded = model.model.language_model.embed_tokens(batch.token_ids)
     cells = see(model.model.visual, batch)
     tokens = embedded.flatten(0, 1).index_copy(0, batch.cell_at, cells.to(embedded.dtype)).view_as(embedded)
-    tokens, early = _read(model.model.language_model, tokens, batch)
-    return Outputs(model.lm_head(tokens.flatten(0, 1)[batch.answer_at]), cells, early.flatten(0, 1)[batch.cell_at])
+    answering, early = _read(model.model.language_model, tokens, batch)
+    return Outputs(model.lm_head(answering), cells, early.flatten(0, 1)[batch.cell_at])
 
 
 def see(tower: Any, batch: Batch[Tensor]) -> Tensor:
@@ -75,7 +75,8 @@ def _attend_apart(q: Tensor, k: Tensor, v: Tensor, lengths: list[tuple[int, int]
 
 
 def _read(text: Any, tokens: Tensor, batch: Batch[Tensor]) -> tuple[Tensor, Tensor]:
-    """The text model: hidden states [R, L, D] at the end and after layer EARLY_LAYER."""
+    """The text model: hidden states [A, D] at the end, of the tokens before each answer token only, and [R, L, D] after layer
+    EARLY_LAYER."""
     config, (num_lines, length, _) = text.config, tokens.shape
     num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
     head_size, num_repeats = config.hidden_size // num_heads, num_heads // num_kv_heads
@@ -92,6 +93,8 @@ def _read(text: Any, tokens: Tensor, batch: Batch[Tensor]) -> tuple[Tensor, Tens
         v = qkv[:, :, num_heads + num_kv_heads :].transpose(1, 2).repeat_interleave(num_repeats, 1)
         attended = F.scaled_dot_product_attention(qk[:, :num_heads], k, v, attn_mask=mask)
         tokens = tokens + attention.o_proj(attended.transpose(1, 2).reshape(num_lines, length, -1))
+        if layer is text.layers[-1]:
+            tokens = tokens.flatten(0, 1)[batch.answer_at]
         hidden = _rms_norm(tokens, layer.post_attention_layernorm.weight)
         gate, up = F.linear(hidden, torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])).chunk(2, -1)
         tokens = tokens + mlp.down_proj(F.silu(gate) * up)

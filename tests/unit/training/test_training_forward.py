@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, Qwen2VLImageProcessorPil
 from triptych.loadgen.checkpoint import PROCESSOR
 from triptych.loadgen.world import corpus, generator, make_scene, render
 
-SHAPE = ModelShape(vocab_size=512, hidden_size=64, intermediate_size=64, num_layers=2, num_heads=2, num_kv_heads=1)
+SHAPE = ModelShape(vocab_size=512, hidden_size=64, intermediate_size=64, num_layers=3, num_heads=2, num_kv_heads=1)
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ MODEL = {
     "vocab_size": 512,
     "hidden_size": 64,
     "intermediate_size": 64,
-    "num_layers": 2,
+    "num_layers": 3,
     "num_heads": 2,
     "num_kv_heads": 1,
     "vision_hidden_size": 64,
