@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from triptych.shared.machine import num_cores
 from triptych.shared.settings import Settings
 
 # c10d looks up the name of every address that a TCPStore client connects to, even 127.0.0.1: behind a name server that drops
@@ -14,8 +15,7 @@ RESOLVER_OPTIONS = "timeout:1 attempts:2"
 def process_environment(settings: Settings, is_engine: bool) -> dict[str, str]:
     """Two busy OpenMP threads per process on shared cores cost a factor of 25 (measured, 15.5 against 0.6 tokens/s): threads
     are bounded and wait passively. What is no engine gets one thread. The user's own RES_OPTIONS are kept."""
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    num_threads = (settings.threads or max(1, num_cores // settings.engine_instances)) if is_engine else 1
+    num_threads = (settings.threads or max(1, num_cores() // settings.engine_instances)) if is_engine else 1
     return {
         **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(num_threads)),
         "OMP_WAIT_POLICY": "passive",

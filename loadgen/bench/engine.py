@@ -27,9 +27,10 @@ from triptych.loadgen.bench.engine_sides import (
     num_plain_token_ids,
 )
 from triptych.loadgen.bench.report import Bar, Report
-from triptych.loadgen.bench.runner import BenchFailed, Plan, alternate, machine, num_cores, tell
+from triptych.loadgen.bench.runner import BenchFailed, Plan, alternate, machine, tell
 from triptych.loadgen.bench.vllm_process import VllmOptions, vllm_side
 from triptych.shared.checkpoint import Checkpoint, open_checkpoint
+from triptych.shared.machine import num_cores
 
 PROMPT_TOKENS = (128, 1024)
 BATCH_SIZES = (1, 8, 32)

@@ -18,9 +18,10 @@ from rich.console import Console
 from triptych.loadgen.bench.latency_sides import ClusterSide, EngineSide, random_question
 from triptych.loadgen.bench.report import Bar, Report
 from triptych.loadgen.bench.router_load import NUM_TOKENS, Load, RouterUnderTest, emulated_stages
-from triptych.loadgen.bench.runner import Plan, Side, alternate, machine, num_cores, tell
+from triptych.loadgen.bench.runner import Plan, Side, alternate, machine, tell
 from triptych.loadgen.cluster import running_cluster
 from triptych.shared.checkpoint import Checkpoint, open_checkpoint
+from triptych.shared.machine import num_cores
 
 NUM_ENGINE_INSTANCES = 3  # as `triptych up` starts
 NUM_WARMUPS = 5  # chosen: connections, transfer pairs, page faults

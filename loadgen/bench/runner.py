@@ -11,9 +11,10 @@ import statistics
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.console import Console
+
+from triptych.shared.machine import cpu_name, num_cores
 
 Side = Callable[[], Awaitable[Mapping[str, float]]]
 Medians = dict[str, dict[str, float]]
@@ -56,28 +57,15 @@ def _medians(measured: list[Mapping[str, float]]) -> dict[str, float]:
     return {figure: statistics.median(one[figure] for one in measured) for figure in measured[0]}
 
 
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def machine() -> dict[str, object]:
     """What a figure depends on besides the code, for `Report.conditions`."""
     return {
         "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cores": num_cores(),
         "load_1min": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
     }
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def tell(line: str) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import time
 from collections import deque
 from collections.abc import AsyncIterator
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from triptych.services.preprocess.decode import DecodeOptions
 from triptych.services.preprocess.decode_process import DecodedImage, DecodeProcess
 from triptych.shared.errors import Overloaded
+from triptych.shared.machine import num_cores
 from triptych.shared.settings import Settings
 
 MAX_DEFAULT_WORKERS = 8  # chosen: a picture of 64 Mpx takes 1.2 GB while it is decoded
@@ -105,5 +105,4 @@ class DecodePool:
 
 def default_num_workers() -> int:
     """Half of the cores: the engines need the rest."""
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(max(1, num_cores // 2), MAX_DEFAULT_WORKERS)
+    return min(max(1, num_cores() // 2), MAX_DEFAULT_WORKERS)
