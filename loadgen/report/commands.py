@@ -1,0 +1,80 @@
+"""`loadgen report` and `loadgen compare`: options in, a report or a comparison out."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+
+from triptych.loadgen.report.compare import compare, print_comparison
+from triptych.loadgen.report.results import ReportFailed, make_report, read_report, write_report
+from triptych.loadgen.report.schema import Report
+from triptych.loadgen.report.table import print_report
+
+FAILED_STATUS = 2
+PLAIN_WIDTH = 200  # columns where no terminal bounds them
+
+AsJson = Annotated[bool, typer.Option("--json", help="one JSON object as the last line")]
+
+
+def publish(folder: Path) -> Report:
+    """Make the report of a results folder, write its files there, and print it.
+
+    Raises:
+        ReportFailed: it is no results folder, or cannot be written to.
+    """
+    report = make_report(folder)
+    files = write_report(report, folder)
+    console = _console()
+    print_report(report, console)
+    console.print(*files, style="dim", markup=False, highlight=False, soft_wrap=True)
+    return report
+
+
+def report_command(
+    results: Annotated[Path, typer.Argument(help="the folder that `loadgen replay` wrote to")], as_json: AsJson = False
+) -> None:
+    """Figures of a replay, again: a table here, and report.json, report.csv and report.html in its folder."""
+    with _failing():
+        report = publish(results)
+    if as_json:
+        sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
+
+
+def compare_command(
+    a: Annotated[Path, typer.Argument(help="a results folder, or a report.json")],
+    b: Annotated[Path, typer.Argument(help="another one")],
+    as_json: AsJson = False,
+) -> None:
+    """Two replays side by side: B's figures over A's, and which conditions differ."""
+    with _failing():
+        comparison = compare(read_report(a), read_report(b))
+    print_comparison(comparison, _console())
+    if as_json:
+        sys.stdout.write(msgspec.json.encode(comparison).decode() + "\n")
+
+
+def register(app: typer.Typer) -> None:
+    """Add both commands."""
+    app.command("report")(report_command)
+    app.command("compare")(compare_command)
+
+
+def _console() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=PLAIN_WIDTH)
+
+
+@contextmanager
+def _failing() -> Iterator[None]:
+    try:
+        yield
+    except ReportFailed as error:
+        sys.stderr.write(f"{error}\n")
+        raise typer.Exit(FAILED_STATUS) from None
