@@ -84,6 +84,7 @@ def make_server(app: ASGIApp) -> QuietServer:
             ws="none",
             log_config=None,
             access_log=False,
+            proxy_headers=False,  # nobody looks at a client's address
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=SHUTDOWN_S,

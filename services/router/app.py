@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import secrets
 import time
 from collections.abc import Sequence
@@ -14,12 +15,12 @@ import structlog
 from fastapi import FastAPI, Request, Response
 
 from triptych.services.router.asks import Model
-from triptych.services.router.attempt import Limits, Parts
 from triptych.services.router.client_link import BodyStore
 from triptych.services.router.dispatch import Dispatcher
 from triptych.services.router.edge import Edge, Read
 from triptych.services.router.endpoints import add_endpoints
 from triptych.services.router.http_errors import error_response, install_error_handlers
+from triptych.services.router.job import Limits, Parts
 from triptych.services.router.load_book import LoadBook
 from triptych.services.router.media_gate import MediaGate
 from triptych.services.router.prompt import PromptBuilder
@@ -65,6 +66,7 @@ class RouterService:
         self._settings = settings
         self._running: _Running | None = None
         self._inflight: dict[str, RequestRecord] = {}  # those still arriving included
+        self._ids = random.Random(secrets.randbits(128))  # unique, no secrets: the system's generator costs a turn of the lock
         self._num_admitted = 0
         self._num_tokenizing = 0
         self._workers = ThreadPoolExecutor(NUM_WORKER_THREADS, thread_name_prefix="prepare")
@@ -153,7 +155,7 @@ class RouterService:
         now_s = time.monotonic()
         record = RequestRecord(self.new_request_id(), now_s, now_s + self._settings.request_timeout_s, Phase.ARRIVING)
         self._inflight[record.base_id] = record
-        running.metrics.inflight.labels("router").set(len(self._inflight))
+        running.metrics.inflight.set(len(self._inflight))
         return await Session(running.edge, api, record, request).respond()
 
     def _check_room(self) -> None:
@@ -213,7 +215,7 @@ class RouterService:
         return True, {"status": "ready", "instances": instances}
 
     def new_request_id(self) -> str:
-        return secrets.token_hex(12)
+        return f"{self._ids.getrandbits(96):024x}"
 
     def max_model_len(self) -> int:
         """Prompt and output tokens together: the least of what the instances can hold; before they are there, what the
@@ -235,7 +237,7 @@ class RouterService:
         self._num_admitted -= before is not Phase.ARRIVING
         if self._running is not None:
             self._running.metrics.on_end(records, status, finish_reason, before)
-            self._running.metrics.inflight.labels("router").set(len(self._inflight))
+            self._running.metrics.inflight.set(len(self._inflight))
         _log.debug("request ended", request_id=record.base_id, status=status, attempts=len(record.attempts))
 
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from triptych.services.router.attempt import Job, Parts
+from triptych.services.router.job import Job, Parts
 from triptych.services.router.output import Output, OutputToken, Piece
 from triptych.services.router.record import RequestRecord
 from triptych.services.router.retry import run_request
@@ -46,13 +46,12 @@ async def pieces_of(parts: Parts, choice: Choice) -> AsyncGenerator[Piece]:
                 return
 
 
-async def merged(runs: Sequence[AsyncGenerator[Piece]]) -> AsyncGenerator[Piece]:
+def merged(runs: Sequence[AsyncGenerator[Piece]]) -> AsyncGenerator[Piece]:
     """The pieces of all runs, each run's in order. The first error ends all."""
-    if len(runs) == 1:
-        async with aclosing(runs[0]) as run:
-            async for piece in run:
-                yield piece
-        return
+    return runs[0] if len(runs) == 1 else _merged(runs)
+
+
+async def _merged(runs: Sequence[AsyncGenerator[Piece]]) -> AsyncGenerator[Piece]:
     waiting: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue(MAX_WAITING_PIECES)
     tasks = [asyncio.create_task(_pump(run, waiting), name="choice") for run in runs]
     try:

@@ -87,22 +87,21 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     Raises:
         ClientGoneError: the client left first.
     """
-    working = asyncio.create_task(work)
-    leaving = asyncio.create_task(_until_gone(receive))
+    scope = asyncio.timeout(None)
+    watching = asyncio.create_task(_until_gone(receive, scope), name="client")
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise ClientGoneError
+        async with scope:
+            return await work
+    except TimeoutError:
+        if not scope.expired():
+            raise
+        raise ClientGoneError from None
     finally:
-        for task in (working, leaving):
-            task.cancel()
-        await asyncio.wait({working, leaving})
-        for task in (working, leaving):
-            if not task.cancelled():
-                task.exception()
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
 
 
-async def _until_gone(receive: Receive) -> None:
+async def _until_gone(receive: Receive, scope: asyncio.Timeout) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+    scope.reschedule(0)  # the past

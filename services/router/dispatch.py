@@ -39,7 +39,7 @@ class Dispatcher:
         self._registry = registry
         self._book = book
         self._stage_wait_s = stage_wait_s
-        self._waiting: dict[InstanceId, set[asyncio.Future[None]]] = {}
+        self._waiting: dict[InstanceId, set[asyncio.Timeout]] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -50,9 +50,9 @@ class Dispatcher:
 
     def on_lost(self, instance_id: InstanceId) -> None:
         """Wake whoever waits for that instance."""
-        for future in self._waiting.get(instance_id, ()):
-            if not future.done():
-                future.set_result(None)
+        for wait in self._waiting.pop(instance_id, ()):
+            if not wait.expired():
+                wait.reschedule(0)  # the past
 
     async def dispatch(self, work: Work[T], attempt: Attempt, deadline_s: float) -> tuple[InstanceId, T]:
         """Who did it, and its result.
@@ -108,24 +108,23 @@ class Dispatcher:
                 raise
 
     async def _until_lost(self, instance_id: InstanceId, sending: Coroutine[Any, Any, T], deadline_s: float) -> T:
-        lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(instance_id, set()).add(lost)
-        task = asyncio.create_task(sending)
+        """In the caller's task: a stage's work is one message there and back, a task of its own would be a good part of it."""
+        waits = self._waiting.setdefault(instance_id, set())
+        wait = asyncio.timeout(max(0.0, deadline_s - time.monotonic()))
         try:
-            remaining_s = max(0.0, deadline_s - time.monotonic())
-            waited: set[asyncio.Future[Any]] = {task, lost}
-            await asyncio.wait(waited, timeout=remaining_s, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-            if lost.done():
-                raise InstanceLost("an instance of a stage was lost", instance_id=instance_id)
-            raise DeadlineExceeded()
+            async with wait:
+                waits.add(wait)
+                return await sending
+        except TimeoutError:
+            if not wait.expired():
+                raise
+            if self._waiting.get(instance_id) is not waits:
+                raise InstanceLost("an instance of a stage was lost", instance_id=instance_id) from None
+            raise DeadlineExceeded() from None
         finally:
-            watchers = self._waiting[instance_id]
-            watchers.discard(lost)
-            if not watchers:
+            waits.discard(wait)
+            if not waits and self._waiting.get(instance_id) is waits:
                 del self._waiting[instance_id]
-            await _end(task)
 
     def _unavailable(self, stage: Stage, refusals: dict[InstanceId, Overloaded], is_too_late: bool) -> Overloaded:
         if is_too_late:
@@ -133,12 +132,3 @@ class Dispatcher:
         if not refusals:
             return Overloaded(f"no {stage} instance is available; try again later", code="stage_unavailable")
         return Overloaded(f"every {stage} instance is busy; try again later")
-
-
-async def _end(task: asyncio.Task[Any]) -> None:
-    """Cancel a task of ours and wait until it has cleaned up; its outcome no longer matters."""
-    if not task.done():
-        task.cancel()
-        await asyncio.wait({task})
-    if not task.cancelled():
-        task.exception()

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from triptych.services.router.asks import Bounds, Model
-from triptych.services.router.attempt import Parts
 from triptych.services.router.client_link import BodyStore
+from triptych.services.router.job import Parts
 from triptych.services.router.record import Phase, RequestRecord
 from triptych.services.router.token_texts import TokenTexts
 from triptych.shared.errors import BadRequest, Overloaded

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
-from starlette.datastructures import MutableHeaders
+from fastapi.routing import APIRoute
+from starlette.routing import request_response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from triptych.services.router.api_types import ChatCompletionRequest
@@ -91,7 +92,22 @@ def _add_post(app: FastAPI, path: str, endpoint: Callable[[Request], Awaitable[R
     schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
     definitions = schema.pop("$defs", {})
     described = {"required": True, "content": {"application/json": {"schema": _inline(schema, definitions)}}}
-    app.add_api_route(path, endpoint, methods=["POST"], response_model=None, openapi_extra={"requestBody": described})
+    app.router.add_api_route(
+        path,
+        endpoint,
+        methods=["POST"],
+        response_model=None,
+        openapi_extra={"requestBody": described},
+        route_class_override=DescribedRoute,
+    )
+
+
+class DescribedRoute(APIRoute):
+    """FastAPI describes it and is then out of the way: the endpoint takes the request as it is."""
+
+    def __init__(self, path: str, endpoint: Callable[[Request], Awaitable[Response]], **options: Any) -> None:
+        super().__init__(path, endpoint, **options)
+        self.app = request_response(endpoint)
 
 
 def _inline(schema: Any, definitions: dict[str, Any]) -> Any:
@@ -122,7 +138,7 @@ class RequestIds:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
             await send(message)
 
         await self._app(scope, receive, send_with_id)

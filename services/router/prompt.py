@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
 import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,12 @@ from tokenizers import Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from triptych.services.router.api_types import ChatTurn
+from triptych.services.router.spellings import Spellings
 from triptych.shared.checkpoint import Checkpoint
 from triptych.shared.errors import BadRequest, InternalError
 
 _TEMPLATE_VARIABLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+NUM_KNOWN_FORMS = 64  # chosen: of conversations; one of very many parts takes a megabyte
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,7 @@ class PromptBuilder:
         self._image_token_id = checkpoint.image_token_id
         text_config = checkpoint.config.get("text_config", checkpoint.config)
         self._vocab_size = int(text_config.get("vocab_size", self.tokenizer.get_vocab_size()))
+        self._num_of_template = lru_cache(NUM_KNOWN_FORMS)(self._count_of_template)
 
     def build(self, turns: Sequence[ChatTurn], num_images: int) -> Prompt:
         """Render and tokenize.
@@ -96,7 +99,7 @@ class PromptBuilder:
         Raises:
             BadRequest: the template refuses these messages, or doesn't place every image.
         """
-        expected = self._num_special(self._encode_plain(self._render([_skeleton(turn) for turn in turns])))
+        expected = self._num_of_template(tuple(map(_skeleton, turns)))
         token_ids = self._tokenize(turns, split_parts=False)
         if self._num_special(token_ids) != expected:  # neighbouring pieces of text spell a special token together
             token_ids = self._tokenize(turns, split_parts=True)
@@ -133,12 +136,16 @@ class PromptBuilder:
 
     def _tokenize(self, turns: Sequence[ChatTurn], split_parts: bool) -> list[int]:
         """Split at spellings of special tokens inside the users' text (and around each text when split_parts)."""
-        escape = _Escape(self._spelling, split_parts)
-        rendered = self._render([escape.turn(turn) for turn in turns])
+        spellings = Spellings(self._spelling, split_parts)
+        rendered = self._render([spellings.marked(turn) for turn in turns])
         token_ids: list[int] = []
-        for i, piece in enumerate(escape.split(rendered)):
-            token_ids += self._encode_text(escape.spelled[int(piece)]) if i % 2 else self._encode_plain(piece)
+        for i, piece in enumerate(spellings.split(rendered)):
+            token_ids += self._encode_text(piece) if i % 2 else self._encode_plain(piece)
         return token_ids
+
+    def _count_of_template(self, skeletons: tuple[ChatTurn, ...]) -> int:
+        """Special tokens that are the template's own in a conversation of this form."""
+        return self._num_special(self._encode_plain(self._render(skeletons)))
 
     def _render(self, turns: Sequence[ChatTurn]) -> str:
         messages = [{"role": turn.role, "content": _template_content(turn)} for turn in turns]
@@ -161,34 +168,6 @@ class PromptBuilder:
 
     def _num_special(self, token_ids: list[int]) -> int:
         return sum(id_ in self._special_ids for id_ in token_ids)
-
-
-class _Escape:
-    """Replaces spellings of special tokens by marks, in private-use characters with a number nobody can guess."""
-
-    def __init__(self, spelling: re.Pattern[str], split_parts: bool) -> None:
-        self.spelled: list[str] = []
-        self._spelling = spelling
-        self._split_parts = split_parts
-        self._open = f"\ue0f0{secrets.token_hex(8)}."
-        self._close = "\ue0f1"
-
-    def turn(self, turn: ChatTurn) -> ChatTurn:
-        if isinstance(turn.content, str):
-            return ChatTurn(turn.role, self._text(turn.content))
-        return ChatTurn(turn.role, tuple(None if part is None else self._text(part) for part in turn.content))
-
-    def split(self, rendered: str) -> list[str]:
-        """Pieces of the prompt, with the index into `spelled` between each two."""
-        return re.split(f"{re.escape(self._open)}([0-9]+){self._close}", rendered)
-
-    def _text(self, text: str) -> str:
-        escaped = self._spelling.sub(lambda match: self._mark(match.group()), text)
-        return self._mark("") + escaped + self._mark("") if self._split_parts and text else escaped
-
-    def _mark(self, spelled: str) -> str:
-        self.spelled.append(spelled)
-        return f"{self._open}{len(self.spelled) - 1}{self._close}"
 
 
 def _token_ids(tokenizer: Tokenizer, text: str, add_special_tokens: bool = False) -> list[int]:

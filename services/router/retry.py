@@ -7,9 +7,11 @@ from contextlib import aclosing
 
 import structlog
 
-from triptych.services.router.attempt import AttemptRun, Job, Parts
+from triptych.services.router.attempt import AttemptRun
+from triptych.services.router.job import Job, Parts
 from triptych.services.router.media_gate import STORE_FULL
 from triptych.services.router.record import RequestRecord
+from triptych.services.router.stage_calls import StageCalls
 from triptych.services.router.token_streams import RESTARTED, Tokens
 from triptych.shared.errors import InstanceLost, InternalError, Overloaded, TriptychError
 
@@ -34,7 +36,7 @@ async def run_request(parts: Parts, job: Job, record: RequestRecord) -> AsyncGen
             yield RESTARTED
         is_out = False
         try:
-            async with aclosing(AttemptRun(parts, job, record, attempt).tokens()) as pieces:
+            async with aclosing(AttemptRun(StageCalls(parts, record, attempt), job).tokens()) as pieces:
                 async for piece in pieces:
                     if job.is_streaming:
                         is_out = True

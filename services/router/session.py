@@ -14,11 +14,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from triptych.services.router.asks import Ask, read_chat, read_completion
-from triptych.services.router.attempt import Job
 from triptych.services.router.choices import Choice, merged, pieces_of
 from triptych.services.router.client_link import BodyShare, ClientGoneError, read_body, while_connected
 from triptych.services.router.edge import Edge, Read
 from triptych.services.router.http_errors import as_typed, error_object, error_response
+from triptych.services.router.job import Job
 from triptych.services.router.output import Output, Piece
 from triptych.services.router.record import Phase, RequestRecord
 from triptych.services.router.responses import DONE, Bodies, ChatBodies, CompletionBodies, trace_of, usage_of

@@ -47,12 +47,13 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        self._sent_at_s = asyncio.get_running_loop().time()
+        loop = asyncio.get_running_loop()
+        self._sent_at_s = loop.time()
         pinging = asyncio.create_task(self._ping(send), name="pings")
         try:
             async with aclosing(self._events) as events:
                 async for piece in events:
-                    self._sent_at_s = asyncio.get_running_loop().time()
+                    self._sent_at_s = loop.time()
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
         finally:
             pinging.cancel()

@@ -32,14 +32,16 @@ RESTARTED = Tokens(())  # by identity: the request is attempted again, its outpu
 
 
 class TokenStream:
-    """One request's tokens from one decode instance; the first one expected has seq 1 (0 came from prefill). whole: nobody
-    wants them before the last."""
+    """One request's tokens from one decode instance; the first one expected has seq 1 (0 came from prefill). remaining_s: of
+    the request. whole: nobody wants them before the last."""
 
-    def __init__(self, max_tokens: int, whole: bool = False) -> None:
+    def __init__(self, max_tokens: int, remaining_s: float, whole: bool = False) -> None:
         self.instance_id: InstanceId | None = None
+        self._loop = asyncio.get_running_loop()  # kept: asking for it is a system call, here one per token
         self._max_tokens = max_tokens
+        self._until_s = self._loop.time() + remaining_s
         self._whole = whole
-        self._arrived = asyncio.Event()
+        self._waiting: asyncio.Future[None] | None = None  # whoever is in `next`
         self._timer: asyncio.TimerHandle | None = None
         self._heard_at_s = 0.0
         self.expect(None)
@@ -52,13 +54,13 @@ class TokenStream:
         self._logprobs: list[TokenLogprobs] = []
         self._last: TokenChunk | None = None
         self._error: TriptychError | None = None
-        self._arrived.clear()
+        self._has_news = False
 
     def feed(self, chunk: TokenChunk) -> None:
         """Take a chunk; what comes after the end is ignored."""
         if self._last is not None or self._error is not None:
             return
-        self._heard_at_s = asyncio.get_running_loop().time()
+        self._heard_at_s = self._loop.time()
         if chunk.error is not None:
             self._error = from_wire(chunk.error)
         elif chunk.seq != self._next_seq:
@@ -75,59 +77,63 @@ class TokenStream:
                 self._last = chunk
             elif self._whole or not chunk.token_ids:
                 return
-        self._arrived.set()
+        self._wake()
 
     def fail(self, error: TriptychError) -> None:
         """End the stream here, after the tokens that are already buffered."""
         if self._last is None and self._error is None:
             self._error = error
-            self._arrived.set()
+            self._wake()
 
     def close(self) -> None:
         """Nobody waits any more."""
         if self._timer is not None:
             self._timer.cancel()
 
-    async def next(self, remaining_s: float) -> Tokens:
+    async def next(self) -> Tokens:
         """What came since the last call, waiting for it. After an error there is nothing more.
 
         Raises:
             InstanceLost: nothing came for SILENCE_S, not even a sign of life; or tokens are missing.
-            DeadlineExceeded: the request's remaining_s (those of the first call) are over.
+            DeadlineExceeded: the request's time is over.
             TriptychError: what the instance reported.
         """
-        if not self._arrived.is_set():
-            self._watch(remaining_s)
-            await self._arrived.wait()  # bounded by the timer
+        if not self._has_news:
+            self._watch()
+            self._waiting = self._loop.create_future()
+            await self._waiting  # bounded by the timer
         token_ids, self._token_ids = tuple(self._token_ids), []
         logprobs, self._logprobs = tuple(self._logprobs), []
         if self._last is not None:
             return Tokens(token_ids, self._last.finish_reason, self._last.time, logprobs)
         if self._error is None:
-            self._arrived.clear()
+            self._has_news = False
         elif not token_ids:
             raise self._error
         return Tokens(token_ids, logprobs=logprobs)
 
-    def _watch(self, remaining_s: float) -> None:
+    def _wake(self) -> None:
+        self._has_news = True
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+    def _watch(self) -> None:
         """One timer for all tokens: each would be a good part of a token's cost."""
         if self._timer is None:
-            now_s = asyncio.get_running_loop().time()
-            self._heard_at_s = max(self._heard_at_s, now_s)
-            self._arm(now_s + remaining_s)
+            self._heard_at_s = max(self._heard_at_s, self._loop.time())
+            self._arm()
 
-    def _arm(self, until_s: float) -> None:
-        when_s = min(until_s, self._heard_at_s + SILENCE_S)
-        self._timer = asyncio.get_running_loop().call_at(when_s, self._on_timer, until_s)
+    def _arm(self) -> None:
+        self._timer = self._loop.call_at(min(self._until_s, self._heard_at_s + SILENCE_S), self._on_timer)
 
-    def _on_timer(self, until_s: float) -> None:
-        now_s = asyncio.get_running_loop().time()
-        if now_s >= until_s:
+    def _on_timer(self) -> None:
+        now_s = self._loop.time()
+        if now_s >= self._until_s:
             self.fail(DeadlineExceeded("the request's time ran out"))
         elif now_s >= self._heard_at_s + SILENCE_S:
             self.fail(InstanceLost("a decode instance went silent"))
         else:
-            self._arm(until_s)
+            self._arm()
 
 
 class TokenStreams:
@@ -140,9 +146,9 @@ class TokenStreams:
         return len(self._streams)
 
     @contextmanager
-    def open(self, request_id: RequestId, max_tokens: int, whole: bool = False) -> Iterator[TokenStream]:
+    def open(self, request_id: RequestId, max_tokens: int, remaining_s: float, whole: bool = False) -> Iterator[TokenStream]:
         """Open before the decode request is sent: its first tokens may come before its reply."""
-        stream = self._streams[request_id] = TokenStream(max_tokens, whole)
+        stream = self._streams[request_id] = TokenStream(max_tokens, remaining_s, whole)
         try:
             yield stream
         finally:

@@ -24,75 +24,75 @@ def chunk(seq: int, *token_ids: int, **fields: object) -> TokenChunk:
 
 async def test_tokens_in_order_until_the_end() -> None:
     streams = TokenStreams()
-    with streams.open(REQUEST, max_tokens=10) as stream:
+    with streams.open(REQUEST, max_tokens=10, remaining_s=60) as stream:
         streams.expect(REQUEST, DECODE)
         streams.on_event(batch(chunk(1, 5), TokenChunk(RequestId("another"), 1, (9,))))
-        assert await stream.next(60) == Tokens((5,))
+        assert await stream.next() == Tokens((5,))
         streams.on_event(batch(chunk(2)))  # a sign of life
         streams.on_event(batch(chunk(2, 6, 7)))
         streams.on_event(batch(chunk(4, 8, finish_reason="length")))
         streams.on_event(batch(chunk(5, 8)))  # after the end
-        assert await stream.next(60) == Tokens((6, 7, 8), "length")
+        assert await stream.next() == Tokens((6, 7, 8), "length")
     assert len(streams) == 0
     streams.on_event(batch(chunk(5, 8)))  # of a request that is over
 
 
 async def test_only_the_asked_instance_counts() -> None:
     streams = TokenStreams()
-    with streams.open(REQUEST, max_tokens=10) as stream:
+    with streams.open(REQUEST, max_tokens=10, remaining_s=60) as stream:
         streams.expect(REQUEST, OTHER)
         streams.on_event(batch(chunk(1, 1), sender=OTHER))
         streams.expect(REQUEST, DECODE)  # the other one refused after all
         streams.on_event(batch(chunk(2, 2), sender=OTHER))
         streams.on_event(batch(chunk(1, 3)))
         streams.on_lost(OTHER)
-        assert await stream.next(60) == Tokens((3,))
+        assert await stream.next() == Tokens((3,))
 
 
 @pytest.mark.parametrize("seq", [0, 1, 3])
 async def test_a_gap_or_a_repetition_is_an_error_after_what_was_in_order(seq: int) -> None:
     streams = TokenStreams()
-    with streams.open(REQUEST, max_tokens=10) as stream:
+    with streams.open(REQUEST, max_tokens=10, remaining_s=60) as stream:
         streams.expect(REQUEST, DECODE)
         streams.on_event(batch(chunk(1, 5)))
         streams.on_event(batch(chunk(seq, 6)))
-        assert await stream.next(60) == Tokens((5,))
+        assert await stream.next() == Tokens((5,))
         with pytest.raises(InstanceLost):
-            await stream.next(60)
+            await stream.next()
 
 
 async def test_more_tokens_than_asked_for() -> None:
     streams = TokenStreams()
-    with streams.open(REQUEST, max_tokens=3) as stream:
+    with streams.open(REQUEST, max_tokens=3, remaining_s=60) as stream:
         streams.expect(REQUEST, DECODE)
         streams.on_event(batch(chunk(1, 5, 6, 7)))
         with pytest.raises(InternalError):
-            await stream.next(60)
+            await stream.next()
 
 
 async def test_errors_of_the_instance_are_raised_as_they_are() -> None:
     streams = TokenStreams()
-    with streams.open(REQUEST, max_tokens=9) as stream:
+    with streams.open(REQUEST, max_tokens=9, remaining_s=60) as stream:
         streams.expect(REQUEST, DECODE)
         streams.on_event(batch(chunk(1, error=BadRequest("no", code="odd").to_wire())))
         with pytest.raises(BadRequest, match="no"):
-            await stream.next(60)
+            await stream.next()
 
 
 async def test_an_abort_by_the_instance_is_a_loss() -> None:
     streams = TokenStreams()
-    with streams.open(REQUEST, max_tokens=9) as stream:
+    with streams.open(REQUEST, max_tokens=9, remaining_s=60) as stream:
         streams.expect(REQUEST, DECODE)
         streams.on_event(batch(chunk(1, finish_reason="abort")))
         with pytest.raises(InstanceLost):
-            await stream.next(60)
+            await stream.next()
 
 
 async def test_a_lost_instance_wakes_who_waits() -> None:
     streams = TokenStreams()
-    with streams.open(REQUEST, max_tokens=9) as stream:
+    with streams.open(REQUEST, max_tokens=9, remaining_s=60) as stream:
         streams.expect(REQUEST, DECODE)
-        waiting = asyncio.create_task(stream.next(60))
+        waiting = asyncio.create_task(stream.next())
         await asyncio.sleep(0)
         streams.on_lost(DECODE)
         with pytest.raises(InstanceLost):
@@ -101,17 +101,17 @@ async def test_a_lost_instance_wakes_who_waits() -> None:
 
 async def test_silence_and_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = TokenStreams()
-    with streams.open(REQUEST, max_tokens=9) as stream:
+    with streams.open(REQUEST, max_tokens=9, remaining_s=0.02) as stream:
         streams.expect(REQUEST, DECODE)
         with pytest.raises(DeadlineExceeded):
-            await stream.next(0.02)
+            await stream.next()
     monkeypatch.setattr(token_streams, "SILENCE_S", 0.02)
-    with streams.open(REQUEST, max_tokens=9) as stream:
+    with streams.open(REQUEST, max_tokens=9, remaining_s=60) as stream:
         streams.expect(REQUEST, DECODE)
         streams.on_event(batch(chunk(1, 4)))
-        assert await stream.next(60) == Tokens((4,))
+        assert await stream.next() == Tokens((4,))
         with pytest.raises(InstanceLost, match="silent"):
-            await stream.next(60)
+            await stream.next()
 
 
 async def test_signs_of_life_are_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,9 +119,9 @@ async def test_signs_of_life_are_no_silence(monkeypatch: pytest.MonkeyPatch) -> 
     now_s = 0.0
     monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now_s)
     streams = TokenStreams()
-    with streams.open(REQUEST, max_tokens=9) as stream:
+    with streams.open(REQUEST, max_tokens=9, remaining_s=60) as stream:
         streams.expect(REQUEST, DECODE)
-        waiting = asyncio.create_task(stream.next(60))
+        waiting = asyncio.create_task(stream.next())
         for _ in range(5):
             await asyncio.sleep(0)
             now_s += 0.9 * token_streams.SILENCE_S
@@ -135,9 +135,9 @@ async def test_signs_of_life_are_no_silence(monkeypatch: pytest.MonkeyPatch) -> 
 
 async def test_a_whole_output_comes_in_one() -> None:
     streams = TokenStreams()
-    with streams.open(REQUEST, max_tokens=9, whole=True) as stream:
+    with streams.open(REQUEST, max_tokens=9, remaining_s=60, whole=True) as stream:
         streams.expect(REQUEST, DECODE)
-        waiting = asyncio.create_task(stream.next(60))
+        waiting = asyncio.create_task(stream.next())
         for seq in (1, 2, 3):
             streams.on_event(batch(chunk(seq, 10 + seq)))
             await asyncio.sleep(0)

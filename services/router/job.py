@@ -1,0 +1,61 @@
+"""What is to be answered, and what all requests of a router share. Types only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from triptych.services.router.data_url import ImageSource
+from triptych.services.router.dispatch import Dispatcher
+from triptych.services.router.load_book import LoadBook
+from triptych.services.router.media_gate import MediaGate
+from triptych.services.router.prompt import Prompt
+from triptych.services.router.record import Attempt
+from triptych.services.router.token_streams import TokenStreams
+from triptych.services.router.uploads import Uploader
+from triptych.shared.bus import Bus
+from triptych.shared.messages import InstanceId
+from triptych.shared.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is to be answered. sampling.max_tokens 0: what the context leaves. is_streaming: tokens go out as they come, so
+    that after the first one no other attempt is possible. is_watched: they are looked at as they come, since a stop string may
+    end the output. sources: the pictures, kept while another attempt may need them. param: the prompt's field, for errors."""
+
+    prompt: Prompt
+    sources: list[ImageSource]
+    sampling: SamplingParams
+    is_streaming: bool
+    is_watched: bool = False
+    param: str = "messages"
+
+    @property
+    def is_whole(self) -> bool:
+        """Nobody looks at the output before its end."""
+        return not (self.is_streaming or self.is_watched)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """max_model_len: prompt and output tokens together. stop_token_ids: the model's own."""
+
+    max_model_len: Callable[[], int]
+    stop_token_ids: tuple[int, ...]
+    max_attempts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What all requests of a router share."""
+
+    router_id: InstanceId
+    bus: Bus
+    book: LoadBook
+    dispatcher: Dispatcher
+    streams: TokenStreams
+    uploader: Uploader
+    gate: MediaGate
+    limits: Limits
+    release: Callable[[Attempt], None]
