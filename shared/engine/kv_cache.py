@@ -1,12 +1,14 @@
-"""The KV tensors of one engine: written by slot, gathered by block, exported and imported whole blocks at a time.
+"""The KV tensors of one engine: written by token, gathered by sequence, exported and imported whole blocks at a time.
 
-Shapes: L layers, NB blocks, BS slots of a block, K kv heads, H head size.
+A block holds each head's tokens together, so that what is gathered of a sequence lies as attention reads it: head by head.
+Shapes: L layers, NB blocks, K kv heads, BS tokens of a block, H head size; T tokens, B sequences, S tokens of context.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,48 +16,74 @@ import torch
 from triptych.shared.errors import InternalError
 
 
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The KV of B sequences, as `KvCache.gather` fills it in for one layer after another. keys, values: [B, K, S, H].
+    index: int64 [2 * B * K * blocks of a sequence], which heads of which blocks stand in `target`."""
+
+    index: torch.Tensor
+    target: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
 class KvCache:
-    """Zeros at first: masked slots are still multiplied, and a NaN there would spread.
+    """Zeros at first: masked tokens are still multiplied, and a NaN there would spread.
 
     Args:
-        shape: (L, 2, NB, BS, K, H).
+        shape: (L, NB, 2, K, BS, H).
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self.shape = shape
         self.dtype = dtype
         self.device = device
-        self.block_size = shape[3]
+        _, _, _, self._num_kv_heads, self.block_size, head_size = shape
+        self._heads_of_block = 2 * self._num_kv_heads
         self._blocks = _zeros(shape, dtype, device)
-        slots = self._blocks.view(*shape[:2], -1, *shape[4:])  # [L, 2, NB * BS, K, H]
-        rows = self._blocks.view(*shape[:3], -1)  # [L, 2, NB, BS * K * H]
-        self._slots = [(layer[0], layer[1]) for layer in slots]
-        self._rows = [(layer[0], layer[1]) for layer in rows]
-        self._workspace = (rows.new_empty(0, rows.shape[-1]), rows.new_empty(0, rows.shape[-1]))
+        self._tokens = self._blocks.view(shape[0], -1, head_size).unbind()  # L times [NB * 2K * BS, H]
+        self._block_heads = self._blocks.view(shape[0], -1, self.block_size * head_size).unbind()  # L times [NB * 2K, BS * H]
+        head_2K = torch.arange(self._heads_of_block, device=device)
+        self._token_of_head_2K = head_2K * self.block_size
+        self._head_21K1 = head_2K.view(2, 1, -1, 1)
+        self._workspace = self._block_heads[0].new_empty(0, self.block_size * head_size)
 
-    def write(self, layer: int, slots_T: torch.Tensor, keys_TKH: torch.Tensor, values_TKH: torch.Tensor) -> None:
-        key_slots, value_slots = self._slots[layer]
-        key_slots.index_copy_(0, slots_T, keys_TKH)
-        value_slots.index_copy_(0, slots_T, values_TKH)
+    @property
+    def token_bytes(self) -> int:
+        """What a token takes in one layer."""
+        return self._heads_of_block * self.shape[-1] * self.dtype.itemsize
 
-    def gather(self, layer: int, block_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [len(block_ids) * BS, K, H] of some blocks, valid until the next call: they lie in a workspace,
-        since fresh memory of this size comes from the system and costs a page fault per 4 KB (measured: 3 to 10 times the
-        copy itself)."""
-        num_blocks = len(block_ids)
-        if num_blocks > len(self._workspace[0]):
-            size = (num_blocks + num_blocks // 4, self._workspace[0].shape[1])
-            self._workspace = (self._blocks.new_empty(size), self._blocks.new_empty(size))
-        keys, values = self._workspace[0][:num_blocks], self._workspace[1][:num_blocks]
-        torch.index_select(self._rows[layer][0], 0, block_ids, out=keys)
-        torch.index_select(self._rows[layer][1], 0, block_ids, out=values)
-        return keys.view(-1, *self.shape[4:]), values.view(-1, *self.shape[4:])
+    def places(self, slots: Seq[int]) -> torch.Tensor:
+        """Where `write` puts tokens, int64 [T, 2K]. slots: block id * BS + index in the block."""
+        slots_T = torch.tensor(slots, device=self.device)
+        blocks_T = slots_T // self.block_size
+        firsts_T = slots_T + blocks_T * ((self._heads_of_block - 1) * self.block_size)
+        return firsts_T[:, None] + self._token_of_head_2K
+
+    def write(self, layer: int, places_T2K: torch.Tensor, kv_T2KH: torch.Tensor) -> None:
+        """kv_T2KH: each token's keys, then its values."""
+        self._tokens[layer].index_put_((places_T2K,), kv_T2KH)
+
+    def context(self, block_ids: Seq[Seq[int]], num_tokens: int) -> Context:
+        """The first num_tokens tokens of sequences with as many blocks each. It is valid until the next one is filled: both
+        lie in a workspace, since fresh memory of this size comes from the system and costs a page fault per 4 KB (measured:
+        3 to 10 times the copy itself)."""
+        blocks_1B1N = torch.tensor(block_ids, device=self.device)[None, :, None, :]
+        index = (blocks_1B1N * self._heads_of_block + self._head_21K1).flatten()
+        if len(index) > len(self._workspace):
+            self._workspace = self._workspace.new_empty(len(index) + len(index) // 4, self._workspace.shape[1])
+        target = self._workspace[: len(index)]
+        kv = target.view(2, len(block_ids), self._num_kv_heads, -1, self.shape[-1])[:, :, :, :num_tokens]
+        return Context(index, target, kv[0], kv[1])
+
+    def gather(self, layer: int, context: Context) -> None:
+        torch.index_select(self._block_heads[layer], 0, context.index, out=context.target)
 
     def exported_shape(self, num_blocks: int) -> tuple[int, ...]:
-        return (*self.shape[:2], num_blocks, *self.shape[3:])
+        return (self.shape[0], num_blocks, *self.shape[2:])
 
     def export(self, block_ids: Seq[int], out: torch.Tensor | None) -> torch.Tensor:
-        """A copy [L, 2, len(block_ids), BS, K, H], into `out` when given (any device).
+        """A copy [L, len(block_ids), 2, K, BS, H], into `out` when given (any device).
 
         Raises:
             InternalError: `out` has another shape or dtype.
@@ -67,9 +95,9 @@ class KvCache:
             raise InternalError(f"KV export of {self.dtype} {shape} into {out.dtype} {tuple(out.shape)}")
         index = torch.tensor(block_ids, dtype=torch.int64, device=self.device)
         if out.device == self.device and out.is_contiguous():
-            torch.index_select(self._blocks, 2, index, out=out)
+            torch.index_select(self._blocks, 1, index, out=out)
         else:
-            out.copy_(self._blocks.index_select(2, index))
+            out.copy_(self._blocks.index_select(1, index))
         return out
 
     def import_(self, blocks: torch.Tensor, block_ids: Seq[int]) -> None:
@@ -82,7 +110,7 @@ class KvCache:
         if tuple(blocks.shape) != shape or blocks.dtype != self.dtype:
             raise InternalError(f"KV import of {blocks.dtype} {tuple(blocks.shape)} where {self.dtype} {shape} fits")
         index = torch.tensor(block_ids, dtype=torch.int64, device=self.device)
-        self._blocks.index_copy_(2, index, blocks.to(self.device))
+        self._blocks.index_copy_(1, index, blocks.to(self.device))
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

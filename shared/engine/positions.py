@@ -1,6 +1,8 @@
-"""Where images and tokens are: checks of a prompt's placeholders, token ids and rotary positions of a chunk."""
+"""Where images and tokens are: checks of a prompt's placeholders, rotary positions of chunks."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence as Seq
 
 import torch
 
@@ -46,19 +48,23 @@ def check_chunk(chunk: Chunk, block_size: int) -> None:
         raise InternalError(f"{len(sequence.block_table)} KV blocks don't cover {end} tokens")
 
 
-def chunk_positions(sequence: Sequence, start: int, end: int) -> torch.Tensor:
-    """Rotary positions int64 [3, end - start] of tokens [start, end): the prompt's own, then index + position_delta.
+def packed_positions(chunks: Seq[Chunk]) -> torch.Tensor:
+    """Rotary positions int64 [3, T] of the chunks' tokens in turn: the prompt's own, then index + position_delta.
 
     Raises:
-        InternalError: the prompt's positions are needed and absent (Engine.prepare was not called).
+        InternalError: a prompt's positions are needed and absent (Engine.prepare was not called).
     """
-    num_prompt = sequence.num_prompt_tokens
-    parts = []
-    if start < num_prompt:
-        if sequence.positions is None:
-            raise InternalError("a prompt is computed before Engine.prepare")
-        parts.append(sequence.positions[:, start : min(end, num_prompt)])
-    if end > num_prompt:
-        index = torch.arange(max(start, num_prompt), end) + sequence.position_delta
-        parts.append(index.expand(3, -1))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    later: list[int] = []
+    prompts: list[tuple[int, torch.Tensor]] = []
+    for chunk in chunks:
+        sequence, start = chunk.sequence, chunk.sequence.num_computed_tokens
+        end = start + chunk.num_tokens
+        if start < sequence.num_prompt_tokens:
+            if sequence.positions is None:
+                raise InternalError("a prompt is computed before Engine.prepare")
+            prompts.append((len(later), sequence.positions[:, start:end]))
+        later.extend(range(start + sequence.position_delta, end + sequence.position_delta))
+    positions_3T = torch.tensor(later).repeat(3, 1)
+    for row, own in prompts:
+        positions_3T[:, row : row + own.shape[1]] = own
+    return positions_3T

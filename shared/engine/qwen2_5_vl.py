@@ -1,6 +1,6 @@
 """What is particular to Qwen2.5-VL: its transformers model, vision tower call, and multimodal rotary positions.
 
-Another family gets a module of this shape. Shapes: T packed tokens, D model, P patches.
+Another family gets a module of this shape. Shapes: T packed tokens, R rows that are asked for, D model, P patches.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ from typing import Any
 
 import torch
 import transformers
+from torch.nn.functional import embedding, linear
 
 from triptych.shared.checkpoint import Checkpoint
-from triptych.shared.engine.attention import ATTENTION_NAME, BatchPlan, paged_attention
+from triptych.shared.engine import fused_text
+from triptych.shared.engine.attention import ATTENTION_NAME, paged_attention
+from triptych.shared.engine.batch_plan import BatchPlan
 from triptych.shared.errors import BadRequest
 from triptych.shared.image_info import ImageInfo
 
@@ -21,7 +24,8 @@ _Model: Any = _untyped.Qwen2_5_VLForConditionalGeneration  # imported with this 
 
 
 class Qwen25VL:
-    """A loaded model. num_layers, num_kv_heads, head_size size the KV cache; hidden_size is that of embeddings."""
+    """A loaded model. num_layers, num_kv_heads, head_size size the KV cache, whose keys have their heads in key_order;
+    hidden_size is that of embeddings."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
         """Raises BadRequest when the checkpoint is of a kind that this can't run."""
@@ -41,7 +45,10 @@ class Qwen25VL:
             raise BadRequest("sliding-window text attention is not supported", code="unsupported_model")
         self._device = device
         self._language_model = self._model.model.language_model
-        self._embed_tokens = self._language_model.embed_tokens
+        self._fused: fused_text.FusedText | None = None
+        if fused_text.can_fuse(self._language_model):
+            self._fused = fused_text.FusedText(self._language_model, _rotary_axes(text.rope_parameters["mrope_section"]))
+        self.key_order = "halves" if self._fused is None else fused_text.KEY_ORDER
         self.num_layers: int = text.num_hidden_layers
         self.num_kv_heads: int = text.num_key_value_heads
         self.head_size: int = text.hidden_size // text.num_attention_heads
@@ -65,22 +72,26 @@ class Qwen25VL:
         return positions[:, 0], int(delta)
 
     def embed(self, tokens_T: torch.Tensor) -> torch.Tensor:
-        embedded: torch.Tensor = self._embed_tokens(tokens_T)
-        return embedded
+        return embedding(tokens_T, self._language_model.embed_tokens.weight)
 
     def forward(self, embeds_TD: torch.Tensor, positions_3T: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
-        """Hidden states [T, D] of packed tokens."""
+        """Hidden states [R, D] of plan.last_rows; the embeddings may be overwritten."""
+        if self._fused is not None:
+            return self._fused.forward(embeds_TD, positions_3T, plan)
         # a ready-made mask mapping keeps transformers from building a mask over the packed row; the plan has our own
-        hidden = self._language_model(
+        states: torch.Tensor = self._language_model(
             inputs_embeds=embeds_TD.unsqueeze(0),
             position_ids=positions_3T.unsqueeze(1),
             attention_mask={"full_attention": None},
             use_cache=False,
             plan=plan,
-        )
-        states: torch.Tensor = hidden.last_hidden_state[0]
-        return states
+        ).last_hidden_state[0]
+        return states if plan.last_rows is None else states[plan.last_rows]
 
-    def logits(self, hidden_BD: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self._model.lm_head(hidden_BD)
-        return logits
+    def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
+        return linear(hidden_RD, self._model.lm_head.weight)
+
+
+def _rotary_axes(sections: Seq[int]) -> torch.Tensor:
+    """Which of the three positions turns each frequency: they take turns, section by section."""
+    return torch.tensor([number % 3 for number, size in enumerate(sections) for _ in range(size)])

@@ -1,4 +1,4 @@
-"""The torch engine: transformers' modules over a paged KV cache, one forward pass over a mixed batch of chunks.
+"""The torch engine: a transformers model over a paged KV cache, one forward pass over a mixed batch of chunks.
 
 Synchronous and single-threaded, see api.py. export_blocks and import_blocks may run beside `run` on another thread: they
 touch only the blocks that they are given. Shapes: T packed tokens, D model.
@@ -13,10 +13,10 @@ import torch
 
 from triptych.shared.checkpoint import Checkpoint
 from triptych.shared.engine.api import Chunk, Sequence
-from triptych.shared.engine.attention import BatchPlan, plan_batch
+from triptych.shared.engine.batch_plan import plan_batch
 from triptych.shared.engine.kv_cache import KvCache
 from triptych.shared.engine.paged_kv import BlockPool
-from triptych.shared.engine.positions import check_chunk, check_prompt, chunk_positions
+from triptych.shared.engine.positions import check_chunk, check_prompt, packed_positions
 from triptych.shared.engine.qwen2_5_vl import Qwen25VL
 from triptych.shared.engine.sampling import sample
 from triptych.shared.engine.vision import check_image, patchify
@@ -55,13 +55,13 @@ class TorchEngine:
         self._dtype = _DTYPES[settings.dtype]
         self._device = torch.device(settings.device)
         self.block_size = settings.block_size
-        layout = (model.num_layers, 2, 1, self.block_size, model.num_kv_heads, model.head_size)
-        block_bytes = self._dtype.itemsize * math.prod(layout)
+        layout = (2, model.num_kv_heads, self.block_size, model.head_size)
+        block_bytes = self._dtype.itemsize * model.num_layers * math.prod(layout)
         num_blocks = settings.kv_cache_bytes // block_bytes
         if num_blocks < 1:
             raise BadRequest(f"kv_cache_bytes is less than one KV block, {block_bytes} bytes", code="bad_setting")
         self.block_pool = BlockPool(num_blocks)
-        self._kv = KvCache((*layout[:2], num_blocks, *layout[3:]), self._dtype, self._device)
+        self._kv = KvCache((model.num_layers, num_blocks, *layout), self._dtype, self._device)
         limits = [checkpoint.max_position_embeddings, num_blocks * self.block_size, settings.max_model_len]
         self.model_card = ModelCard(
             name=checkpoint.name,
@@ -70,7 +70,8 @@ class TorchEngine:
             random_weights=checkpoint.random_weights,
         )
         sizes = f"{model.num_layers}x{model.num_kv_heads}x{model.head_size}"
-        self.kv_layout = f"{checkpoint.model_type}/{checkpoint.revision}/{settings.dtype}/{sizes}/{self.block_size}"
+        kind = f"{checkpoint.model_type}/{checkpoint.revision}/{settings.dtype}"
+        self.kv_layout = f"{kind}/{sizes}/{model.key_order}/{self.block_size}"
 
     @torch.inference_mode()
     def encode(self, images: Seq[ImageInfo], pixels: Seq[torch.Tensor]) -> list[torch.Tensor]:
@@ -98,9 +99,15 @@ class TorchEngine:
         for chunk in chunks:
             check_chunk(chunk, self.block_size)
         plan = plan_batch(chunks, self._kv)
-        embeds_TD, positions_3T = self._inputs(chunks, plan)
-        hidden_TD = self._model.forward(embeds_TD, positions_3T, plan)
-        tokens = self._sample(chunks, plan, hidden_TD)
+        ordered = [chunks[i] for i in plan.order]
+        positions_3T = packed_positions(ordered).to(self._device)
+        hidden_RD = self._model.forward(self._embeddings(ordered), positions_3T, plan)
+        tokens: list[int | None] = [None] * len(chunks)
+        if plan.finishing:
+            logits_RV = self._model.logits(hidden_RD)
+            sequences = [chunks[i].sequence for i in plan.finishing]
+            for i, token in zip(plan.finishing, sample(logits_RV, sequences), strict=True):
+                tokens[i] = token
         for chunk in chunks:
             chunk.sequence.num_computed_tokens += chunk.num_tokens
         return tokens
@@ -116,40 +123,20 @@ class TorchEngine:
     def exported_shape(self, num_blocks: int) -> tuple[tuple[int, ...], torch.dtype]:
         return self._kv.exported_shape(num_blocks), self._dtype
 
-    def _inputs(self, chunks: Seq[Chunk], plan: BatchPlan) -> tuple[torch.Tensor, torch.Tensor]:
-        """Embeddings [T, D], with images in place of their placeholders, and rotary positions [3, T], in packed order."""
+    def _embeddings(self, chunks: Seq[Chunk]) -> torch.Tensor:
+        """[T, D], one chunk after another, with images in place of their placeholders."""
         token_ids: list[int] = []
-        positions = []
         placed: list[tuple[int, torch.Tensor]] = []
-        for i in plan.order:
-            sequence = chunks[i].sequence
-            start = sequence.num_computed_tokens
-            end = start + chunks[i].num_tokens
+        for chunk in chunks:
+            sequence, start = chunk.sequence, chunk.sequence.num_computed_tokens
+            end = start + chunk.num_tokens
             for span in sequence.images:
                 first, last = max(start, span.offset), min(end, span.offset + span.image.num_tokens)
                 if first < last:
                     part = span.embeddings[first - span.offset : last - span.offset]
                     placed.append((len(token_ids) + first - start, part))
             token_ids.extend(sequence.token_ids[start:end])
-            positions.append(chunk_positions(sequence, start, end))
         embeds_TD = self._model.embed(torch.tensor(token_ids, device=self._device))
         for row, part in placed:
             embeds_TD[row : row + len(part)] = part.to(embeds_TD)
-        return embeds_TD, torch.cat(positions, dim=1).to(self._device)
-
-    def _sample(self, chunks: Seq[Chunk], plan: BatchPlan, hidden_TD: torch.Tensor) -> list[int | None]:
-        """The next token of each chunk that reaches the end of its sequence, in the order of the chunks."""
-        rows, finished = [], []
-        row = 0
-        for i in plan.order:
-            row += chunks[i].num_tokens
-            sequence = chunks[i].sequence
-            if sequence.num_computed_tokens + chunks[i].num_tokens == len(sequence.token_ids):
-                rows.append(row - 1)
-                finished.append(i)
-        tokens: list[int | None] = [None] * len(chunks)
-        if finished:
-            logits = self._model.logits(hidden_TD[rows])
-            for i, token in zip(finished, sample(logits, [chunks[i].sequence for i in finished]), strict=True):
-                tokens[i] = token
-        return tokens
+        return embeds_TD

@@ -24,6 +24,7 @@ from support.engine_cases import (
     step,
 )
 from triptych.shared.checkpoint import Checkpoint, open_checkpoint
+from triptych.shared.engine import fused_text
 from triptych.shared.engine.api import Chunk, ImageSpan, Sequence
 from triptych.shared.engine.torch_engine import TorchEngine, load_engine
 from triptych.shared.engine.vision import patchify
@@ -78,6 +79,19 @@ def test_mixed_batches_of_random_chunks(checkpoint: Checkpoint, cases: list[Case
     for case, sequence in zip(cases, everything, strict=True):
         assert case.answer.difference(output(sequence)) is None
     release(engine, everything)
+
+
+def test_layers_that_are_not_fused(checkpoint: Checkpoint, cases: list[Case], monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' modules over the same cache; the two don't take each other's blocks."""
+    fused_layout = make_engine(checkpoint).kv_layout
+    monkeypatch.setattr(fused_text, "can_fuse", lambda _: False)
+    engine = make_engine(checkpoint)
+    assert engine.kv_layout != fused_layout
+    sequences = [new_sequence(engine, checkpoint, case, GREEDY) for case in cases]
+    run_random_chunks(engine, sequences, random.Random(4))
+    for case, sequence in zip(cases, sequences, strict=True):
+        assert case.answer.difference(output(sequence)) is None
+    release(engine, sequences)
 
 
 def test_blocks_move_to_a_second_engine_in_mid_generation(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from triptych.shared.engine.api import Chunk, ImageSpan, Sequence
-from triptych.shared.engine.positions import check_chunk, check_prompt, chunk_positions
+from triptych.shared.engine.positions import check_chunk, check_prompt, packed_positions
 from triptych.shared.errors import InternalError
 from triptych.shared.image_info import ImageInfo
 from triptych.shared.messages import RequestId
@@ -76,18 +78,19 @@ def test_chunks_make_up_the_positions_of_the_whole(num_prompt: int, num_output: 
     whole.positions = torch.arange(3 * num_prompt).view(3, num_prompt)
     whole.position_delta = -3
     end = len(whole.token_ids)
-    parts, start = [], 0
+    chunks, start = [], 0
     for size in sizes:
         if start < end:
-            parts.append(chunk_positions(whole, start, min(start + size, end)))
-            start = min(start + size, end)
+            size = min(size, end - start)
+            chunks.append(Chunk(dataclasses.replace(whole, num_computed_tokens=start), size))
+            start += size
     expected = torch.cat([whole.positions, (torch.arange(num_prompt, end) - 3).expand(3, -1)], dim=1)
-    assert torch.equal(torch.cat(parts, dim=1), expected[:, :start])
+    assert torch.equal(packed_positions(chunks), expected[:, :start])
 
 
 def test_a_prompt_without_positions_is_refused() -> None:
     with pytest.raises(InternalError):
-        chunk_positions(sequence([1, 2], []), 0, 2)
+        packed_positions([Chunk(sequence([1, 2], []), 2)])
 
 
 @pytest.mark.parametrize(("num_computed", "num_tokens", "num_blocks"), [(0, 0, 9), (0, 11, 9), (4, 7, 9), (0, 9, 2), (8, 1, 2)])

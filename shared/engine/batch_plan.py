@@ -1,0 +1,119 @@
+"""How a batch of chunks is laid out for one forward pass: where each token's KV goes, and what it attends to.
+
+All chunks are packed in one row of tokens, those of one token first:
+
+    tokens of a pass:   d0 d1 d2 d3 | p p p p p p p | q q q
+                        decode, in groups of like context; then each longer chunk by itself
+
+Shapes: T packed tokens, B sequences of a group, S tokens of context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+
+from triptych.shared.engine.api import Chunk
+from triptych.shared.engine.kv_cache import Context, KvCache
+
+_GROUP_SLACK_TOKENS = 128  # chosen: contexts that differ by less are padded to one length rather than run apart
+_GROUP_BYTES = 8 << 20  # measured: on a CPU, what is gathered of a layer should still be in its caches when it is read
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPart:
+    """Some packed tokens, [begin, end), that attend together: a group of single tokens of B sequences, or one chunk.
+
+    context: None for a chunk that has nothing before it. mask: additive, model dtype, 0 or -inf: [B, 1, 1, S] for a group,
+    None when all its contexts are equally long; [T, S] for a chunk, None without a context.
+    """
+
+    begin: int
+    end: int
+    is_group: bool
+    context: Context | None
+    mask: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """What all layers need to know of one forward pass.
+
+    order: index into the chunks given, in packed order. places: where each token's KV goes. finishing: those of `order`
+    that reach the end of their tokens; last_rows: int64, the last packed token of each, None when that is every token.
+    """
+
+    order: list[int]
+    places: torch.Tensor
+    parts: list[AttentionPart]
+    finishing: list[int]
+    last_rows: torch.Tensor | None
+    kv: KvCache
+
+
+def plan_batch(chunks: Seq[Chunk], kv: KvCache) -> BatchPlan:
+    """Order the chunks, and find out where each token's KV goes and what it attends to."""
+    num_ctx = [chunk.sequence.num_computed_tokens + chunk.num_tokens for chunk in chunks]
+    singles = sorted((i for i, chunk in enumerate(chunks) if chunk.num_tokens == 1), key=lambda i: -num_ctx[i])
+    longer = [i for i, chunk in enumerate(chunks) if chunk.num_tokens > 1]
+    parts: list[AttentionPart] = []
+    for group in _groups(singles, num_ctx, kv):
+        begin = parts[-1].end if parts else 0
+        tables = [chunks[i].sequence.block_table for i in group]
+        parts.append(_plan_group(begin, tables, [num_ctx[i] for i in group], kv))
+    for i in longer:
+        begin = parts[-1].end if parts else 0
+        parts.append(_plan_chunk(begin, chunks[i], kv))
+    order, block_size = singles + longer, kv.block_size
+    slots: list[int] = []
+    finishing, last_rows = [], []
+    for i in order:
+        sequence = chunks[i].sequence
+        table, start = sequence.block_table, sequence.num_computed_tokens
+        slots.extend(table[p // block_size] * block_size + p % block_size for p in range(start, num_ctx[i]))
+        if num_ctx[i] == len(sequence.token_ids):
+            finishing.append(i)
+            last_rows.append(len(slots) - 1)
+    rows = None if len(last_rows) == len(slots) else torch.tensor(last_rows, dtype=torch.int64, device=kv.device)
+    return BatchPlan(order, kv.places(slots), parts, finishing, rows, kv)
+
+
+def _groups(singles: list[int], num_ctx: list[int], kv: KvCache) -> list[list[int]]:
+    """Cut sequences, longest context first, into groups whose padding to the longest costs less than as much again."""
+    max_tokens = _GROUP_BYTES // kv.token_bytes if kv.device.type == "cpu" else len(singles) * max(num_ctx)
+    groups: list[list[int]] = []
+    for i in singles:
+        longest = num_ctx[groups[-1][0]] if groups else 0
+        if groups and num_ctx[i] >= longest // 2 - _GROUP_SLACK_TOKENS and (len(groups[-1]) + 1) * longest <= max_tokens:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return groups
+
+
+def _plan_group(begin: int, tables: list[list[int]], num_ctx: list[int], kv: KvCache) -> AttentionPart:
+    num_blocks = -(-num_ctx[0] // kv.block_size)  # the longest comes first
+    # padded with a block of its own: a masked NaN still spreads, and must not come from another request
+    padded = [(table + table[-1:] * (num_blocks - len(table)))[:num_blocks] for table in tables]
+    context = kv.context(padded, num_ctx[0])
+    mask = None
+    if num_ctx[-1] < num_ctx[0]:
+        index = torch.arange(num_ctx[0], device=kv.device)
+        mask = _mask(index >= torch.tensor(num_ctx, device=kv.device)[:, None], kv)[:, None, None, :]
+    return AttentionPart(begin, begin + len(tables), True, context, mask)
+
+
+def _plan_chunk(begin: int, chunk: Chunk, kv: KvCache) -> AttentionPart:
+    start, end = chunk.sequence.num_computed_tokens, begin + chunk.num_tokens
+    if start == 0:
+        return AttentionPart(begin, end, False, None, None)
+    num_ctx = start + chunk.num_tokens
+    context = kv.context([chunk.sequence.block_table[: -(-num_ctx // kv.block_size)]], num_ctx)
+    index = torch.arange(num_ctx, device=kv.device)
+    return AttentionPart(begin, end, False, context, _mask(index > index[start:, None], kv))
+
+
+def _mask(is_hidden: torch.Tensor, kv: KvCache) -> torch.Tensor:
+    return torch.zeros(is_hidden.shape, dtype=kv.dtype, device=kv.device).masked_fill_(is_hidden, float("-inf"))

@@ -1,0 +1,125 @@
+"""The text layers of a transformers model as few calls into torch: on a CPU a small model's step is mostly calls.
+
+Takes the weights over from the modules, and changes them so that each step of a layer is one call, or two:
+- query, key and value are one product, and so are gate and up;
+- the weights of the norms before them are multiplied into them;
+- a head's halves are interleaved, so that a rotary turn is a product of complex numbers, in place.
+Numbers equal those of the modules but for rounding. Layers built like Qwen2.5's are supported, see `can_fuse`.
+
+Shapes: T packed tokens, R rows that are asked for, D model, N query heads, K kv heads, H head size, F = H / 2 frequencies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import linear, silu
+
+from triptych.shared.engine.attention import attend
+from triptych.shared.engine.batch_plan import BatchPlan
+
+KEY_ORDER = "interleaved"  # of a head in the KV: blocks of modules, whose heads are in halves, don't fit
+_LAYER_KINDS = ("Qwen2_5_VLDecoderLayer",)
+_MOVING_ROPE_KINDS = ("dynamic", "longrope")  # their frequencies depend on how long a sequence is
+_TILE_ROWS = 256  # measured: what the MLP works on at once stays in a core's cache, and in memory that malloc keeps
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """qkv [(N + 2K) * H, D], gate_up [2 * I, D]; turned around, as addmm_ takes them: output [N * H, D], down [I, D]."""
+
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor
+    output: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+
+def can_fuse(text_model: Any) -> bool:
+    config = text_model.config
+    is_known = all(type(layer).__name__ in _LAYER_KINDS for layer in text_model.layers)
+    return is_known and config.hidden_act == "silu" and text_model.rotary_emb.rope_type not in _MOVING_ROPE_KINDS
+
+
+class FusedText:
+    """The layers and the last norm of text_model, which is left without layers.
+
+    Args:
+        axis_F: int64, which of the three rotary positions (time, height, width) turns each frequency.
+    """
+
+    def __init__(self, text_model: Any, axis_F: torch.Tensor) -> None:
+        attention, norm, rotary = text_model.layers[0].self_attn, text_model.norm, text_model.rotary_emb
+        weight: torch.Tensor = norm.weight
+        self._head_size: int = attention.head_dim
+        self._num_heads: int = text_model.config.num_attention_heads
+        self._num_turned = self._num_heads + text_model.config.num_key_value_heads
+        self._scale: float = attention.scaling
+        self._axis_F = axis_F.to(weight.device)
+        self._frequency_F = rotary.inv_freq.to(weight.device, torch.float32)
+        self._rotary_scale = torch.tensor(rotary.attention_scaling, dtype=torch.float32, device=weight.device)
+        self._norm_weight_D = weight * len(weight) ** 0.5
+        self._norm_floor = torch.tensor((len(weight) * norm.variance_epsilon) ** 0.5, device=weight.device)
+        self._layers: list[_Layer] = []
+        while text_model.layers:  # one at a time: both forms of all of them would take twice the memory
+            self._layers.append(_fused(text_model.layers.pop(0)))
+
+    def forward(self, hidden_TD: torch.Tensor, positions_3T: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
+        """Hidden states [R, D] of plan.last_rows. hidden_TD, the embeddings, is overwritten."""
+        num_tokens = len(hidden_TD)
+        angles_FT = positions_3T.index_select(0, self._axis_F) * self._frequency_F[:, None]
+        turns_T1F = torch.polar(self._rotary_scale, angles_FT.t())[:, None]
+        for index, layer in enumerate(self._layers):
+            qkv = linear(self._normed(hidden_TD), layer.qkv, layer.qkv_bias)
+            self._turn(qkv[:, : self._num_turned * self._head_size], turns_T1F)
+            heads = qkv.view(num_tokens, -1, self._head_size)
+            attended = attend(plan, index, heads[:, : self._num_heads], heads[:, self._num_heads :], self._scale)
+            if index == len(self._layers) - 1 and plan.last_rows is not None:
+                hidden_TD, attended = hidden_TD[plan.last_rows], attended[plan.last_rows]  # of the others the KV was wanted
+            for rows, attended_rows in zip(hidden_TD.split(_TILE_ROWS), attended.split(_TILE_ROWS), strict=True):
+                rows.addmm_(attended_rows, layer.output)
+                gate, up = linear(self._normed(rows), layer.gate_up).chunk(2, -1)
+                rows.addmm_(silu(gate, inplace=True).mul_(up), layer.down)
+        return self._normed(hidden_TD) * self._norm_weight_D
+
+    def _normed(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+        """Root mean square norm without weight, short of a factor of sqrt(D), which is in the weights."""
+        norm_T1 = torch.linalg.vector_norm(hidden_TD, dim=-1, keepdim=True, dtype=torch.float32)
+        return (hidden_TD / torch.hypot(norm_T1, self._norm_floor)).to(hidden_TD.dtype)
+
+    def _turn(self, heads_TX: torch.Tensor, turns_T1F: torch.Tensor) -> None:
+        """Rotary turn, in place, of heads side by side: [T, number of heads * H]."""
+        pairs = heads_TX.float().view(len(heads_TX), -1, self._head_size // 2, 2)  # float32: no copy
+        torch.view_as_complex(pairs).mul_(turns_T1F)
+        if heads_TX.dtype != torch.float32:
+            heads_TX.copy_(pairs.flatten(1))
+
+
+def _fused(layer: Any) -> _Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+    order = (_interleaved, _interleaved, lambda heads, _: heads)
+    qkv = torch.cat([turn(p.weight, attention.head_dim) for turn, p in zip(order, projections, strict=True)])
+    bias = torch.cat([turn(p.bias, attention.head_dim) for turn, p in zip(order, projections, strict=True)])
+    gate_up = torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight))
+    return _Layer(
+        qkv=_times_norm(qkv, layer.input_layernorm.weight),
+        qkv_bias=bias,
+        output=attention.o_proj.weight.t(),
+        gate_up=_times_norm(gate_up, layer.post_attention_layernorm.weight),
+        down=mlp.down_proj.weight.t(),
+    )
+
+
+def _interleaved(heads: torch.Tensor, head_size: int) -> torch.Tensor:
+    """[number of heads * H, ...], of each head 0, F, 1, F + 1, ... instead of 0, 1, ..., F, F + 1, ..."""
+    halves = heads.unflatten(0, (-1, 2, head_size // 2))
+    return halves.transpose(1, 2).flatten(0, 2)
+
+
+def _times_norm(weight_OD: torch.Tensor, norm_D: torch.Tensor) -> torch.Tensor:
+    """Weights for what `FusedText._normed` gives."""
+    scaled_D = norm_D.float() * len(norm_D) ** 0.5
+    return (weight_OD.float() * scaled_D).to(weight_OD.dtype)
