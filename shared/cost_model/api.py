@@ -45,6 +45,36 @@ class DecodeBatch:
 NO_DECODE = DecodeBatch(0, 0)
 
 
+def encode_work(images: Sequence[ImageShape]) -> PassWork:
+    """Tokens are patches, sequences are images."""
+    num_patches = sum(image.num_patches for image in images)
+    return PassWork(num_patches, len(images), sum(image.num_pairs for image in images))
+
+
+def prefill_work(chunks: Sequence[PrefillChunk], image_weight: float = 0.0, image_kv_share: float = 0.0) -> PassWork:
+    """Pairs are causal: a token sees the context, and half of its own chunk on average.
+
+    Args:
+        image_weight: what attending to an image token costs, as a share of a text token (CroAttn; as in decode_work).
+        image_kv_share: as in CostModel.
+    """
+    num_new_images = sum(chunk.num_image_tokens for chunk in chunks if not chunk.num_context_tokens)
+    return PassWork(
+        num_tokens=sum(chunk.num_tokens for chunk in chunks) + image_kv_share * num_new_images,
+        num_sequences=len(chunks),
+        num_pairs=sum(
+            c.num_tokens * (c.num_context_tokens + c.num_tokens / 2 + image_weight * c.num_image_tokens) for c in chunks
+        ),
+        num_context_tokens=sum(c.num_context_tokens + c.num_tokens + image_weight * c.num_image_tokens for c in chunks),
+    )
+
+
+def decode_work(batch: DecodeBatch, image_weight: float = 0.0) -> PassWork:
+    """A token for each sequence; reading the context costs, comparing with it doesn't."""
+    num_context_tokens = batch.num_context_tokens + image_weight * batch.num_image_tokens
+    return PassWork(batch.num_sequences, batch.num_sequences, 0.0, num_context_tokens)
+
+
 @dataclass(frozen=True, slots=True)
 class CostModel:
     """See the module's docstring. name: for people, such as `llama-3.2-11b on a100 x 4`. image_kv_share: what the KV of
@@ -73,27 +103,21 @@ class CostModel:
 
     def encode_s(self, images: Sequence[ImageShape]) -> float:
         """One batch through the vision tower, connector included."""
-        return self.encode.pass_s(
-            PassWork(
-                num_tokens=sum(image.num_patches for image in images),
-                num_sequences=len(images),
-                num_pairs=sum(image.num_pairs for image in images),
-            )
-        )
+        return self.encode.pass_s(encode_work(images))
 
     def prefill_s(self, chunks: Sequence[PrefillChunk]) -> float:
         """One step over chunks of prompts."""
-        return self.prefill.pass_s(self._prefill_work(chunks))
+        return self.prefill.pass_s(prefill_work(chunks, self._image_weight, self.image_kv_share))
 
     def decode_s(self, batch: DecodeBatch) -> float:
         """One step: a token of each sequence."""
-        return self.decode.pass_s(self._decode_work(batch))
+        return self.decode.pass_s(decode_work(batch, self._image_weight))
 
     def mixed_s(self, chunks: Sequence[PrefillChunk], batch: DecodeBatch) -> float:
         """One step over both (chunked prefill in the decode batch): the weights are read once."""
         if not chunks:
             return self.decode_s(batch)
-        prompts, tokens = self._prefill_work(chunks), self._decode_work(batch)
+        prompts, tokens = prefill_work(chunks, self._image_weight, self.image_kv_share), decode_work(batch, self._image_weight)
         linear = PassWork(
             num_tokens=prompts.num_tokens + tokens.num_tokens,
             num_sequences=prompts.num_sequences + tokens.num_sequences,
@@ -129,23 +153,6 @@ class CostModel:
     def role_switch_s(self) -> float:
         """A drained instance's change of role; the weights stay."""
         return self.unknowns.role_switch_s
-
-    def _prefill_work(self, chunks: Sequence[PrefillChunk]) -> PassWork:
-        """Pairs are causal: a token sees the context, and half of its own chunk on average."""
-        weight = self._image_weight
-        first = sum(chunk.num_image_tokens for chunk in chunks if not chunk.num_context_tokens)
-        return PassWork(
-            num_tokens=sum(chunk.num_tokens for chunk in chunks) + self.image_kv_share * first,
-            num_sequences=len(chunks),
-            num_pairs=sum(
-                c.num_tokens * (c.num_context_tokens + c.num_tokens / 2 + weight * c.num_image_tokens) for c in chunks
-            ),
-            num_context_tokens=sum(c.num_context_tokens + c.num_tokens + weight * c.num_image_tokens for c in chunks),
-        )
-
-    def _decode_work(self, batch: DecodeBatch) -> PassWork:
-        context = batch.num_context_tokens + self._image_weight * batch.num_image_tokens
-        return PassWork(batch.num_sequences, batch.num_sequences, 0.0, context)
 
     @property
     def _image_weight(self) -> float:

@@ -8,36 +8,37 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
-from triptych.shared.cost_model.forms import PassCosts, PassWork
+from triptych.shared.cost_model.forms import PassCosts
+from triptych.shared.cost_model.profile import FitError, StageProfile, TimedPass
 
 NUM_KNEES = 33  # chosen: steps of a quarter over the range below
 KNEE_RANGE = (1.0, 4.0)  # chosen: from one token to four times the largest pass; a knee beyond is a fixed cost
+HOLD_OUT = 4  # chosen: one point in four
 _Matrix = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """One pass that was timed."""
+def fit_stage(points: Sequence[TimedPass]) -> StageProfile:
+    """Fits three quarters of the points and judges the fit on the others, which lie between them: every fourth in the order
+    of their times, neither the quickest nor the slowest.
 
-    work: PassWork
-    seconds: float
+    Raises:
+        ValueError: there are too few points to hold one out.
+    """
+    ordered = sorted(points, key=lambda point: point.seconds)
+    held = set(range(HOLD_OUT // 2, len(ordered) - 1, HOLD_OUT))
+    if not held:
+        raise ValueError(f"{len(points)} points are too few to judge a fit")
+    marked = tuple(replace(point, is_held_out=i in held) for i, point in enumerate(ordered))
+    costs = fit_pass([point for point in marked if not point.is_held_out])
+    return StageProfile(costs, fit_error(costs, [point for point in marked if point.is_held_out]), marked)
 
 
-@dataclass(frozen=True, slots=True)
-class FitError:
-    """Relative errors of predictions, |predicted / measured - 1|."""
-
-    num_points: int
-    median: float
-    p95: float
-
-
-def fit_pass(points: Sequence[Measured]) -> PassCosts:
+def fit_pass(points: Sequence[TimedPass]) -> PassCosts:
     """The costs that explain the points best.
 
     Args:
@@ -53,13 +54,13 @@ def fit_pass(points: Sequence[Measured]) -> PassCosts:
     return PassCosts(fixed_s, token_s, float(knee), sequence_s, pair_s, context_s)
 
 
-def fit_error(costs: PassCosts, points: Sequence[Measured]) -> FitError:
+def fit_error(costs: PassCosts, points: Sequence[TimedPass]) -> FitError:
     """How well the costs predict points, at best others than they were fitted to."""
     errors = [abs(costs.pass_s(point.work) / point.seconds - 1) for point in points]
     return FitError(len(points), float(np.median(errors)), float(np.quantile(errors, 0.95)))
 
 
-def _terms(points: Sequence[Measured], knee_tokens: float) -> _Matrix:
+def _terms(points: Sequence[TimedPass], knee_tokens: float) -> _Matrix:
     """What each cost is multiplied with, a row for each point."""
     rows = [
         (1.0, np.hypot(knee_tokens, work.num_tokens), work.num_sequences, work.num_pairs, work.num_context_tokens)

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from triptych.shared.cost_model.fit import Measured, fit_error, fit_pass
+from triptych.shared.cost_model.fit import fit_error, fit_pass, fit_stage
 from triptych.shared.cost_model.forms import PassCosts, PassWork
+from triptych.shared.cost_model.profile import TimedPass
 
 
 def prefill_grid() -> list[PassWork]:
@@ -23,9 +24,9 @@ def decode_grid() -> list[PassWork]:
     return [PassWork(b, b, 0, b * context) for b in (1, 2, 4, 8, 16, 32, 64) for context in (32, 256, 1024)]
 
 
-def measured(costs: PassCosts, works: list[PassWork], noise: float = 0.0) -> list[Measured]:
+def measured(costs: PassCosts, works: list[PassWork], noise: float = 0.0) -> list[TimedPass]:
     rng = random.Random(7)
-    return [Measured(work, costs.pass_s(work) * (1 + rng.uniform(-noise, noise))) for work in works]
+    return [TimedPass(work, costs.pass_s(work) * (1 + rng.uniform(-noise, noise))) for work in works]
 
 
 LANGUAGE = PassCosts(0.004, 0.0002, 40.0, 0.0003, 2e-8, 3e-7)
@@ -66,13 +67,13 @@ def test_work_with_tokens_alone() -> None:
 
 
 def test_one_point_is_enough() -> None:
-    point = Measured(PassWork(100, 1, 5000, 100), 0.25)
+    point = TimedPass(PassWork(100, 1, 5000, 100), 0.25)
     assert fit_pass([point]).pass_s(point.work) == pytest.approx(0.25)
 
 
 def test_errors_are_relative_to_what_was_measured() -> None:
     costs = PassCosts(fixed_s=0.0, token_s=1.0)
-    points = [Measured(PassWork(100), 100.0), Measured(PassWork(100), 80.0), Measured(PassWork(100), 200.0)]
+    points = [TimedPass(PassWork(100), 100.0), TimedPass(PassWork(100), 80.0), TimedPass(PassWork(100), 200.0)]
     error = fit_error(costs, points)
     assert (error.num_points, error.median) == (3, 0.25)
     assert error.p95 == pytest.approx(0.475)
@@ -81,5 +82,30 @@ def test_errors_are_relative_to_what_was_measured() -> None:
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.floats(1e-5, 10), min_size=21, max_size=21))
 def test_no_cost_is_negative_whatever_was_measured(seconds: list[float]) -> None:
-    points = [Measured(work, time_s) for work, time_s in zip(decode_grid(), seconds, strict=True)]
+    points = [TimedPass(work, time_s) for work, time_s in zip(decode_grid(), seconds, strict=True)]
     assert min(astuple(fit_pass(points))) >= 0
+
+
+def test_a_stage_is_judged_on_points_that_it_was_not_fitted_to() -> None:
+    stage = fit_stage(measured(LANGUAGE, prefill_grid(), noise=0.05))
+    held = [point for point in stage.points if point.is_held_out]
+    assert stage.error == fit_error(stage.costs, held)
+    assert stage.error.num_points == len(held) == len(stage.points) // 4
+    assert stage.error.median < 0.1
+    seconds = [point.seconds for point in stage.points]
+    assert seconds == sorted(seconds)
+    assert not stage.points[0].is_held_out
+    assert not stage.points[-1].is_held_out
+
+
+def test_a_wrong_form_shows_in_the_error() -> None:
+    """Times that fall with the work: no costs that are not negative explain them."""
+    works = decode_grid()
+    points = [TimedPass(work, 1.0 / work.num_tokens**2) for work in works]
+    assert fit_stage(points).error.median > 0.3
+
+
+def test_too_few_points_are_refused() -> None:
+    with pytest.raises(ValueError, match="3 points are too few"):
+        fit_stage(measured(LANGUAGE, prefill_grid()[:3]))
+    assert fit_stage(measured(LANGUAGE, prefill_grid()[:4])).error.num_points == 1
