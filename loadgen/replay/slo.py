@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 CLASSES = ("text", "image")
-_FORM = "[text:|image:]ttft=2s,tbt=100ms, or a factor of the isolated latency: ttft=5x"
+FORM = "text:ttft=2s,tbt=100ms or image:ttft=5x (times the isolated latency); of both classes without a name"
 _BOUND = re.compile(r"(?P<part>ttft|tbt)=(?P<value>\d+(?:\.\d+)?|\.\d+)(?P<unit>ms|s|x|)")
 
 
@@ -86,7 +86,7 @@ def parse_slos(texts: Iterable[str]) -> dict[str, Slo]:
     for text in texts:
         name, _, bounds = text.rpartition(":")
         if name not in ("", *CLASSES):
-            raise ValueError(f"{name!r} is no class of requests; the form is {_FORM}")
+            raise ValueError(f"{name!r} is no class of requests; the form is {FORM}")
         slo = Slo(**dict(map(_parse_bound, bounds.split(","))))
         slos |= dict.fromkeys([name] if name else CLASSES, slo)
     return slos
@@ -95,7 +95,7 @@ def parse_slos(texts: Iterable[str]) -> dict[str, Slo]:
 def _parse_bound(text: str) -> tuple[str, Bound]:
     match = _BOUND.fullmatch(text.strip())
     if match is None or not float(match["value"]):
-        raise ValueError(f"{text!r} is no bound; the form is {_FORM}")
+        raise ValueError(f"{text!r} is no bound; the form is {FORM}")
     return match["part"], Bound(float(match["value"]) / (1000 if match["unit"] == "ms" else 1), match["unit"] == "x")
 
 

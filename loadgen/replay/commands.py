@@ -1,0 +1,125 @@
+"""`loadgen replay`: options in, a results folder with a report out."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import typer
+import uvloop
+from rich.console import Console
+from typer import Argument, Option
+
+from triptych.loadgen.replay.conditions import Conditions, read_conditions
+from triptych.loadgen.replay.open_loop import SendOptions
+from triptych.loadgen.replay.options import ContentName, ReplayOptions, parse_headers, shown_options
+from triptych.loadgen.replay.pictures import REUSE_FORM, SIZE_FORM, PictureOptions, parse_reuse, parse_size
+from triptych.loadgen.replay.run import replay
+from triptych.loadgen.replay.slo import FORM, Isolated, parse_slos
+from triptych.loadgen.replay.target import API_KEY_VARIABLE, auth_headers, base_url
+from triptych.loadgen.report.commands import publish
+from triptych.loadgen.traces.open import open_trace
+from triptych.loadgen.traces.trace import PAPER_MAX_IMAGES, Trace, TraceError, TraceOptions
+
+NO_TRACE_STATUS = 2
+INTERRUPTED_STATUS = 130
+EXIT_STATUS = {"complete": 0, "interrupted": INTERRUPTED_STATUS}
+SIZES = {"world": "world", "trace": "photos"}  # of pictures, by content
+Parsed = TypeVar("Parsed")
+
+app = typer.Typer()
+
+
+@app.command("replay")
+def replay_command(
+    context: typer.Context,
+    trace: Annotated[str, Argument(help="a trace of any known form, or a workload by its name")],
+    target: Annotated[str, Option(help="an OpenAI-compatible server, such as http://127.0.0.1:8000")],
+    out: Annotated[Path | None, Option(help="results folder; default build/replay/TRACE-TIME")] = None,
+    model: Annotated[str | None, Option(help="default: the first that the target lists")] = None,
+    header: Annotated[list[str] | None, Option(help=f"'Name: value'; the key in {API_KEY_VARIABLE} is sent, too")] = None,
+    seed: Annotated[int, Option(min=0, help="other seeds give other contents, which no cache has seen")] = 0,
+    speed_up: Annotated[float, Option(min=1e-6, help="the trace's times are divided by it")] = 1.0,
+    text_rate: Annotated[float, Option(min=0, help="scale of the rate of requests without pictures")] = 1.0,
+    image_rate: Annotated[float, Option(min=0, help="scale of the rate of requests with pictures")] = 1.0,
+    start: Annotated[float, Option(min=0, help="seconds of the trace that are left out")] = 0.0,
+    duration: Annotated[float | None, Option(min=0, help="seconds of the trace that are replayed")] = None,
+    limit: Annotated[int | None, Option(min=1, help="most requests")] = None,
+    warm_up: Annotated[float, Option(min=0, help="seconds of the replay whose requests do not count")] = 0.0,
+    image_count: Annotated[Literal["sqrt", "raw"], Option(help="Azure LMM: how its NumImages is read")] = "sqrt",
+    max_images: Annotated[int, Option(min=0, help="pictures of a request; it has no more")] = PAPER_MAX_IMAGES,
+    content: Annotated[ContentName, Option(help="trace: as long as in the trace; world: questions, answers checked")] = "trace",
+    natural: Annotated[bool, Option("--natural", help="answers end where the model ends them, not as in the trace")] = False,
+    image_size: Annotated[str | None, Option(help=f"{SIZE_FORM}; default: as the content's")] = None,
+    image_reuse: Annotated[str, Option(help=f"popularity of pictures: {REUSE_FORM}")] = "none",
+    image_pool: Annotated[int, Option(min=1, max=1_000_000, help="different pictures, when they are reused")] = 1000,
+    concurrency: Annotated[int | None, Option(min=1, help="most requests at once; others wait, and that counts")] = None,
+    timeout: Annotated[float, Option(min=0.1, help="seconds from the sending of a request to its end")] = 600.0,
+    cancel_rate: Annotated[float, Option(min=0, max=1, help="share of requests that the client cuts off")] = 0.0,
+    slo: Annotated[list[str] | None, Option(help=f"repeatable: {FORM}")] = None,
+    isolated: Annotated[int, Option(min=1, help="requests of a class sent alone before, for such factors")] = 8,
+    isolated_from: Annotated[Path | None, Option(help="results folder whose isolated latencies count here, too")] = None,
+) -> None:
+    """Replay a trace: each request is sent when the trace has it, and its latency counts from then."""
+    size = _checked("--image-size", parse_size, image_size or SIZES[content])
+    reuse = _checked("--image-reuse", parse_reuse, image_reuse)
+    options = ReplayOptions(
+        target=base_url(target),
+        out=out or Path("build/replay") / f"{Path(trace).name.partition('.')[0]}-{time.strftime('%Y%m%d-%H%M%S')}",
+        model=model,
+        content=content,
+        is_natural=natural,
+        pictures=PictureOptions(size, reuse, image_pool),
+        send=SendOptions(concurrency, cancel_rate, warm_up, seed),
+        timeout_s=timeout,
+        headers=auth_headers(os.environ) | _checked("--header", parse_headers, header or []),
+        slos=_checked("--slo", parse_slos, slo or []),
+        num_isolated=isolated,
+        isolated=_checked("--isolated-from", _isolated_of, isolated_from),
+        as_given=shown_options(context.params),
+    )
+    shape = TraceOptions(
+        image_count, max_images, start, duration, text_rate, image_rate, speed_up=speed_up, limit=limit, seed=seed
+    )
+    raise typer.Exit(_run(_opened(trace, shape), options))
+
+
+def _opened(trace: str, shape: TraceOptions) -> Trace:
+    try:
+        return open_trace(trace, shape)
+    except TraceError as error:
+        sys.stderr.write(f"{error}\n")
+        raise typer.Exit(NO_TRACE_STATUS) from None
+
+
+def _run(trace: Trace, options: ReplayOptions) -> int:
+    """The exit status: 0 when all was sent, 130 after Ctrl-C, 1 when target or trace ended it. There is a report either way."""
+    options.out.mkdir(parents=True, exist_ok=True)
+    conditions: Conditions | None = None
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            conditions = runner.run(replay(trace, options, Console(stderr=True)))
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        pass  # the second Ctrl-C
+    publish(options.out)
+    if conditions is None:
+        return INTERRUPTED_STATUS
+    if conditions.message:
+        sys.stderr.write(f"{conditions.message}\n")
+    return EXIT_STATUS.get(conditions.ended, 1)
+
+
+def _checked(name: str, parse: Callable[[Any], Parsed], given: object) -> Parsed:
+    try:
+        return parse(given)
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error), param_hint=name) from None
+
+
+def _isolated_of(folder: Path | None) -> dict[str, Isolated]:
+    return dict(read_conditions(folder).isolated) if folder is not None else {}

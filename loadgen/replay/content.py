@@ -1,0 +1,163 @@
+"""What a replayed request says: a text as long as the trace has it, or a question of the world whose answer is known.
+
+Made when the request is sent, in well under a millisecond: texts are slices, pictures are variants of drawings.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from triptych.loadgen.replay.pictures import Picture, PicturePool
+from triptych.loadgen.replay.token_costs import TokenCosts
+from triptych.loadgen.replay.words import Piece, Words
+from triptych.loadgen.traces.row import TraceRow
+from triptych.loadgen.world import (
+    ADVERTISED,
+    MANY_PICTURES,
+    ONE_PICTURE,
+    TEXT,
+    Question,
+    ask_many,
+    ask_one,
+    ask_text,
+    generator,
+)
+from triptych.loadgen.world.seeds import pick
+
+MAX_ANSWER_TOKENS = 64  # chosen: the world's answers are far shorter
+FIT_MARGIN = 0.05  # of the context's length: how far a prompt may be off the length that was wanted; chosen
+_TASKS = {0: [*TEXT], 1: [task for task in ONE_PICTURE if task in ADVERTISED]}
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A user's message as pieces of JSON. is_forced: the answer is to be exactly max_tokens long, whatever it says. answer: the
+    right one, where it is known."""
+
+    pieces: tuple[Piece, ...]
+    num_images: int
+    max_tokens: int
+    is_forced: bool = False
+    answer: str | None = None
+
+
+class Content(Protocol):
+    """keeps_history: whether a later turn of a session repeats the earlier ones."""
+
+    keeps_history: bool
+
+    def message(self, index: int, row: TraceRow, num_history_tokens: int) -> Message:
+        """The message of the request at this index, the same for the same seed; the prompt begins with num_history_tokens of
+        earlier turns."""
+        ...
+
+
+class WorldContent:
+    """Questions about as many pictures as the row has, and their answers. Lengths are the questions' own, and each turn of a
+    session is asked alone: that is what the demo model knows."""
+
+    keeps_history = False
+
+    def __init__(self, pool: PicturePool | None, seed: int) -> None:
+        self._pool = pool
+        self._seed = seed
+
+    def message(self, index: int, row: TraceRow, num_history_tokens: int) -> Message:
+        rng = generator(self._seed, index, held_out=True)
+        tasks = _TASKS.get(row.num_images, [*MANY_PICTURES])
+        pictures = [_pool(self._pool).pick(rng, is_simple=row.num_images > 1) for _ in range(row.num_images)]
+        scenes = [picture.scene for picture in pictures]
+        question: Question | None = None
+        while question is None:  # a task that does not suit the scenes
+            task = pick(tasks, rng)
+            if not scenes:
+                question = ask_text(task, rng, held_out=True)
+            else:
+                question = ask_one(scenes[0], task, rng) if len(scenes) == 1 else ask_many(scenes, task, rng)
+        text = json.dumps(question.text)[1:-1].encode()
+        return Message(user_message((), pictures, (text,)), row.num_images, MAX_ANSWER_TOKENS, answer=question.answer)
+
+
+class TraceContent:
+    """Words and pictures that fill a prompt to the row's length; blocks of equal prefix_ids are equal texts.
+
+    Args:
+        is_natural: the model ends its answer where it likes, at the row's length at the latest.
+    """
+
+    keeps_history = True
+
+    def __init__(self, words: Words, pool: PicturePool | None, costs: TokenCosts, seed: int, is_natural: bool = False) -> None:
+        self._words = words
+        self._pool = pool
+        self._costs = costs
+        self._seed = seed
+        self._is_natural = is_natural
+        self.num_cut = 0  # requests that were too long for the model
+
+    def message(self, index: int, row: TraceRow, num_history_tokens: int) -> Message:
+        pictures = self._pictures(index, row.num_images)
+        num_context_tokens, num_output_tokens = self._fitted(row)
+        num_image_tokens = sum(self._costs.of_picture(picture.width * picture.height) for picture in pictures)
+        num_text_tokens = num_context_tokens - num_history_tokens - num_image_tokens - self._costs.per_request
+        num_words = max(1, round(num_text_tokens / self._costs.per_word))
+        shared = () if num_history_tokens else tuple(self._shared(row, num_words))
+        num_shared_words = min(num_words, len(row.prefix_ids) * self._block_words(row)) if shared else 0
+        own = self._words.text(2 * index, num_words - num_shared_words) if num_words > num_shared_words else ()
+        pieces = user_message(shared, pictures, own)
+        return Message(pieces, len(pictures), num_output_tokens, is_forced=not self._is_natural)
+
+    def _pictures(self, index: int, count: int) -> list[Picture]:
+        if not count:
+            return []  # most requests: a generator costs more than their text
+        rng = generator(self._seed, index)
+        return [_pool(self._pool).pick(rng) for _ in range(count)]
+
+    def _shared(self, row: TraceRow, num_words: int) -> Iterator[Piece]:
+        """The blocks that the prompt begins with. Their names are odd numbers, those of texts that nobody shares are even."""
+        left = num_words
+        for block in row.prefix_ids:
+            if left <= 0:
+                return
+            yield from self._words.text(2 * block + 1, min(left, self._block_words(row)))
+            left -= self._block_words(row)
+
+    def _block_words(self, row: TraceRow) -> int:
+        return max(1, round(row.prefix_block_size / self._costs.per_word))
+
+    def _fitted(self, row: TraceRow) -> tuple[int, int]:
+        """Context and output in tokens, cut to what the model takes, if it says so."""
+        limit = self._costs.max_model_len
+        num_context, num_output = row.num_context_tokens, max(1, row.num_output_tokens)
+        if limit is None or num_context + num_output <= limit * (1 - FIT_MARGIN):
+            return num_context, num_output
+        self.num_cut += 1
+        num_output = min(num_output, limit // 2)
+        return min(num_context, int(limit * (1 - FIT_MARGIN)) - num_output), num_output
+
+
+def _pool(pool: PicturePool | None) -> PicturePool:
+    assert pool is not None, "a row with pictures, and none was drawn"
+    return pool
+
+
+def user_message(before: Iterable[Piece], pictures: Sequence[Picture], after: Iterable[Piece]) -> tuple[Piece, ...]:
+    """A user's message: text, pictures, text."""
+    if not pictures:
+        return (b'{"role":"user","content":"', *before, *after, b'"}')
+    parts = [_text_part(pieces) for pieces in (tuple(before),) if pieces]
+    parts += [
+        (b'{"type":"image_url","image_url":{"url":"data:image/png;base64,', *picture.png64, b'"}}') for picture in pictures
+    ]
+    parts += [_text_part(pieces) for pieces in (tuple(after),) if pieces]
+    joined = itertools.chain.from_iterable((b",", *part) for part in parts)
+    next(joined)  # the first comma
+    return (b'{"role":"user","content":[', *joined, b"]}")
+
+
+def _text_part(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+    return (b'{"type":"text","text":"', *pieces, b'"}')

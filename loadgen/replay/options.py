@@ -1,0 +1,67 @@
+"""What the user of `loadgen replay` chose, checked and in types."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from triptych.loadgen.replay.open_loop import SendOptions
+from triptych.loadgen.replay.pictures import PictureOptions
+from triptych.loadgen.replay.slo import Isolated, Slo
+
+ContentName = Literal["trace", "world"]
+SECRET_OPTIONS = ("header",)  # their values stay out of the results
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayOptions:
+    """target: without /v1. out: the results folder. is_natural: answers end where the model ends them. num_isolated: requests
+    of each class that are measured alone, where an SLO is a factor; isolated: such measurements of an earlier run, by class.
+    as_given: all options by name, for the results."""
+
+    target: str
+    out: Path
+    model: str | None = None
+    content: ContentName = "trace"
+    is_natural: bool = False
+    pictures: PictureOptions = field(default_factory=PictureOptions)
+    send: SendOptions = field(default_factory=SendOptions)
+    timeout_s: float = 600.0
+    headers: Mapping[str, str] = field(default_factory=dict)
+    slos: Mapping[str, Slo] = field(default_factory=dict)
+    num_isolated: int = 8
+    isolated: Mapping[str, Isolated] = field(default_factory=dict)
+    as_given: Mapping[str, str | int | float | bool | list[str] | None] = field(default_factory=dict)
+
+    @property
+    def unmeasured_classes(self) -> list[str]:
+        """Those whose isolated latency an SLO needs and no earlier run gave."""
+        return [name for name, slo in self.slos.items() if slo.needs_isolated and name not in self.isolated]
+
+
+def parse_headers(texts: Iterable[str]) -> dict[str, str]:
+    """Of `Name: value`. Raises ValueError, which never shows a value."""
+    headers = {}
+    for text in texts:
+        name, colon, value = text.partition(":")
+        if not colon or not name.strip() or "\n" in text or "\r" in text:
+            raise ValueError("a header has the form 'Name: value'")
+        headers[name.strip()] = value.strip()
+    return headers
+
+
+def shown_options(parameters: Mapping[str, object]) -> dict[str, str | int | float | bool | list[str] | None]:
+    """A command's parameters as the results keep them."""
+    shown: dict[str, str | int | float | bool | list[str] | None] = {}
+    for name, value in parameters.items():
+        if name in SECRET_OPTIONS:
+            shown[name] = [str(text).partition(":")[0] for text in value] if isinstance(value, list | tuple) else None
+        elif value is None or isinstance(value, str | int | float | bool):
+            shown[name] = value
+        elif isinstance(value, list | tuple):
+            shown[name] = [str(item) for item in value]
+        else:
+            shown[name] = str(value)
+    return shown
