@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from array import array
 from pathlib import Path
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from support.fake_stages import SPECIAL, TEMPLATE, write_toy_checkpoint
 from triptych.services.router.api_types import ChatTurn
 from triptych.services.router.prompt import Prompt, PromptBuilder, expand
+from triptych.services.router.spellings import Spellings
 from triptych.shared.checkpoint import Checkpoint, open_checkpoint
 from triptych.shared.errors import BadRequest, TriptychError
 
@@ -141,6 +143,13 @@ def test_other_places_of_the_template(tmp_path: Path) -> None:
         PromptBuilder(open_checkpoint(str(folder)))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
     assert built(PromptBuilder(open_checkpoint(str(folder))), user("x", None)) == expected
+
+
+def test_a_mark_that_a_template_has_cut_stays_text() -> None:
+    spellings = Spellings(re.compile("<x>"), split_parts=False)
+    marked = str(spellings.marked(ChatTurn("user", "y<x>z<x>")).content)
+    assert spellings.split(marked) == ["y", "<x>", "z", "<x>", ""]
+    assert spellings.split(marked[:-1]) == ["y", "<x>", marked[marked.index("z") : -1]]
 
 
 @LOADED
