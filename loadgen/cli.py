@@ -10,11 +10,15 @@ import typer
 from triptych.loadgen.bench.commands import bench
 from triptych.loadgen.checkpoint import KINDS, make_checkpoint
 from triptych.loadgen.contact_sheet import draw_sheet
+from triptych.loadgen.replay.commands import app as replay_app
 from triptych.loadgen.report.commands import register as register_report
+from triptych.loadgen.synth.commands import synth
 
 main = typer.Typer(no_args_is_help=True, add_completion=False, help="Checkpoints, questions and load for Triptych.")
 main.add_typer(bench, name="bench")
 register_report(main)
+main.add_typer(replay_app)
+main.registered_commands += synth.registered_commands
 
 
 @main.command("make-checkpoint")

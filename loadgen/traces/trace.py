@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from triptych.loadgen.traces.row import TraceRow
 
 MAX_KEPT = 10  # malformed rows that are kept to be shown; chosen: all are counted
+MAX_RATE_SCALE = 1000  # chosen: bounds the repeats that are held until their time comes
 PAPER_MAX_IMAGES = 16  # ModServe (arXiv 2502.00937) replays requests of 0 to 16 pictures
+
+ImageCount = Literal["sqrt", "raw"]
 
 
 class TraceError(Exception):
@@ -20,12 +24,12 @@ class TraceError(Exception):
 class TraceOptions:
     """How rows become a schedule, applied in this order; times are the trace's own until speed_up divides them.
 
-    image_count: how Azure LMM's NumImages is read, whose values are squares; max_images: a request with more has this many;
-    None: no cap. start_s, duration_s: only rows of that window, which then begins at 0. text_rate_scale, image_rate_scale: below 1
-    a seeded draw drops requests, above 1 repeats follow within repeat_within_s. limit: at most so many rows.
+    image_count: how Azure LMM's NumImages is read, whose values are squares. max_images: a request with more has this many;
+    None: no cap. start_s, duration_s: only rows of that window, which then begins at 0. text_rate_scale, image_rate_scale:
+    below 1 a seeded draw drops requests, above 1 repeats follow within repeat_within_s. limit: at most so many rows.
     """
 
-    image_count: Literal["sqrt", "raw"] = "sqrt"
+    image_count: ImageCount = "sqrt"
     max_images: int | None = PAPER_MAX_IMAGES
     start_s: float = 0.0
     duration_s: float | None = None
@@ -35,6 +39,19 @@ class TraceOptions:
     speed_up: float = 1.0
     limit: int | None = None
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.image_count not in get_args(ImageCount):
+            raise TraceError(f"image count {self.image_count!r}: it is read as {' or '.join(get_args(ImageCount))}")
+        for name in ("speed_up", "duration_s"):
+            if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
+                raise TraceError(f"{name} {value:g}: a number above 0 is needed")
+        for name in ("start_s", "repeat_within_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise TraceError(f"{name} {getattr(self, name):g}: 0 or more is needed")
+        for name in ("text_rate_scale", "image_rate_scale"):
+            if not 0 <= getattr(self, name) <= MAX_RATE_SCALE:
+                raise TraceError(f"{name} {getattr(self, name):g}: 0 to {MAX_RATE_SCALE} is possible")
 
 
 @dataclass(frozen=True, slots=True)
