@@ -18,7 +18,7 @@ main = typer.Typer(no_args_is_help=True, add_completion=False, help="Checkpoints
 main.add_typer(bench, name="bench")
 register_report(main)
 main.add_typer(replay_app)
-main.registered_commands += synth.registered_commands
+main.add_typer(synth)
 
 
 @main.command("make-checkpoint")

@@ -16,7 +16,6 @@ from triptych.loadgen.synth.workload import load_workload, workload_names
 from triptych.loadgen.traces.trace import TraceError
 from triptych.loadgen.traces.writer import write_trace
 
-
 PLAIN_WIDTH = 120  # columns where no terminal bounds them
 
 synth = typer.Typer()
