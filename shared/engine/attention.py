@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from triptych.shared.engine.batch_plan import AttentionPart, BatchPlan
+from triptych.shared.engine.batch_plan import BatchPlan
 
 ATTENTION_NAME = "triptych_paged"
 
@@ -22,42 +22,43 @@ def attend(plan: BatchPlan, layer: int, query_TNH: torch.Tensor, kv_T2KH: torch.
     plan.kv.write(layer, plan.places, kv_T2KH)
     outputs = []
     for part in plan.parts:
-        if part.context is not None:
-            plan.kv.gather(layer, part.context)
-        attend_part = _attend_group if part.is_group else _attend_chunk
-        outputs.append(attend_part(query_TNH[part.begin : part.end], kv_T2KH[part.begin : part.end], part, scale))
+        query, kv = query_TNH[part.begin : part.end], kv_T2KH[part.begin : part.end]
+        if part.context is None:
+            keys, values = kv.transpose(0, 1).chunk(2)
+            outputs.append(_attend_chunk(query, keys, values, None, scale))
+            continue
+        plan.kv.gather(layer, part.context)
+        keys, values = part.context.keys, part.context.values
+        if part.is_group:
+            outputs.append(_attend_group(query, keys, values, part.mask, scale))
+        else:
+            outputs.append(_attend_chunk(query, keys[0], values[0], part.mask, scale))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _attend_group(query_BNH: torch.Tensor, _: torch.Tensor, part: AttentionPart, scale: float) -> torch.Tensor:
+def _attend_group(
+    query_BNH: torch.Tensor, keys_BKSH: torch.Tensor, values_BKSH: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> torch.Tensor:
     """One token each of B sequences. The G query heads of a kv head see the same context under the same mask, so they
     stand as G queries of one head: no copies of keys. Returns [B, N * H]."""
-    assert part.context is not None
-    keys_BKSH, values_BKSH = part.context.keys, part.context.values
     batch, num_kv_heads, _, head_size = keys_BKSH.shape
     query_BKGH = query_BNH.view(batch, num_kv_heads, -1, head_size)
-    output_BKGH = scaled_dot_product_attention(query_BKGH, keys_BKSH, values_BKSH, attn_mask=part.mask, scale=scale)
+    output_BKGH = scaled_dot_product_attention(query_BKGH, keys_BKSH, values_BKSH, attn_mask=mask, scale=scale)
     return output_BKGH.reshape(batch, -1)
 
 
-def _attend_chunk(query_TNH: torch.Tensor, kv_T2KH: torch.Tensor, part: AttentionPart, scale: float) -> torch.Tensor:
-    """The tokens of one chunk; without a context they are the sequence's first ones. Returns [T, N * H]."""
+def _attend_chunk(
+    query_TNH: torch.Tensor, keys_KSH: torch.Tensor, values_KSH: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """The tokens of one chunk; without a mask they are the sequence's first ones. Returns [T, N * H]."""
     num_tokens, num_heads, head_size = query_TNH.shape
-    if part.context is None:
-        keys_KSH, values_KSH = kv_T2KH.transpose(0, 1).chunk(2)
-    else:
-        keys_KSH, values_KSH = part.context.keys[0], part.context.values[0]
     num_kv_heads = len(keys_KSH)
     num_groups = num_heads // num_kv_heads
-    output_KGTH = scaled_dot_product_attention(
-        query_TNH.view(num_tokens, num_kv_heads, num_groups, head_size).permute(1, 2, 0, 3),
-        keys_KSH.unsqueeze(1).expand(-1, num_groups, -1, -1),  # no copy: the kernels go by strides
-        values_KSH.unsqueeze(1).expand(-1, num_groups, -1, -1),
-        attn_mask=part.mask,
-        is_causal=part.mask is None,
-        scale=scale,
-    )
-    return output_KGTH.permute(2, 0, 1, 3).reshape(num_tokens, -1)
+    query_KGTH = query_TNH.view(num_tokens, num_kv_heads, num_groups, head_size).permute(1, 2, 0, 3)
+    keys = keys_KSH.unsqueeze(1).expand(-1, num_groups, -1, -1)  # no copy: the kernels go by strides
+    values = values_KSH.unsqueeze(1).expand(-1, num_groups, -1, -1)
+    output = scaled_dot_product_attention(query_KGTH, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale)
+    return output.permute(2, 0, 1, 3).reshape(num_tokens, -1)
 
 
 def paged_attention(

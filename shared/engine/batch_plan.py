@@ -66,18 +66,17 @@ def plan_batch(chunks: Seq[Chunk], kv: KvCache) -> BatchPlan:
     for i in longer:
         begin = parts[-1].end if parts else 0
         parts.append(_plan_chunk(begin, chunks[i], kv))
-    order, block_size = singles + longer, kv.block_size
-    slots: list[int] = []
-    finishing, last_rows = [], []
+    order = singles + longer
+    spans, finishing, last_rows, num_tokens = [], [], [], 0
     for i in order:
         sequence = chunks[i].sequence
-        table, start = sequence.block_table, sequence.num_computed_tokens
-        slots.extend(table[p // block_size] * block_size + p % block_size for p in range(start, num_ctx[i]))
+        spans.append((sequence.block_table, sequence.num_computed_tokens, num_ctx[i]))
+        num_tokens += chunks[i].num_tokens
         if num_ctx[i] == len(sequence.token_ids):
             finishing.append(i)
-            last_rows.append(len(slots) - 1)
-    rows = None if len(last_rows) == len(slots) else torch.tensor(last_rows, dtype=torch.int64, device=kv.device)
-    return BatchPlan(order, kv.places(slots), parts, finishing, rows, kv)
+            last_rows.append(num_tokens - 1)
+    rows = None if len(last_rows) == num_tokens else torch.tensor(last_rows, dtype=torch.int64, device=kv.device)
+    return BatchPlan(order, kv.places(spans), parts, finishing, rows, kv)
 
 
 def _groups(singles: list[int], num_ctx: list[int], kv: KvCache) -> list[list[int]]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn.functional import linear, silu
+from torch.nn.functional import silu
 
 from triptych.shared.engine.attention import attend
 from triptych.shared.engine.batch_plan import BatchPlan
@@ -28,7 +28,7 @@ _TILE_ROWS = 256  # measured: what the MLP works on at once stays in a core's ca
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """qkv [(N + 2K) * H, D], gate_up [2 * I, D]; turned around, as addmm_ takes them: output [N * H, D], down [I, D]."""
+    """As torch.mm takes them: qkv [D, (N + 2K) * H], output [N * H, D], gate_up [D, 2 * I], down [I, D]."""
 
     qkv: torch.Tensor
     qkv_bias: torch.Tensor
@@ -72,17 +72,22 @@ class FusedText:
         angles_FT = positions_3T.index_select(0, self._axis_F) * self._frequency_F[:, None]
         turns_T1F = torch.polar(self._rotary_scale, angles_FT.t())[:, None]
         for index, layer in enumerate(self._layers):
-            qkv = linear(self._normed(hidden_TD), layer.qkv, layer.qkv_bias)
+            qkv = torch.addmm(layer.qkv_bias, self._normed(hidden_TD), layer.qkv)
             self._turn(qkv[:, : self._num_turned * self._head_size], turns_T1F)
             heads = qkv.view(num_tokens, -1, self._head_size)
             attended = attend(plan, index, heads[:, : self._num_heads], heads[:, self._num_heads :], self._scale)
             if index == len(self._layers) - 1 and plan.last_rows is not None:
                 hidden_TD, attended = hidden_TD[plan.last_rows], attended[plan.last_rows]  # of the others the KV was wanted
-            for rows, attended_rows in zip(hidden_TD.split(_TILE_ROWS), attended.split(_TILE_ROWS), strict=True):
-                rows.addmm_(attended_rows, layer.output)
-                gate, up = linear(self._normed(rows), layer.gate_up).chunk(2, -1)
-                rows.addmm_(silu(gate, inplace=True).mul_(up), layer.down)
+            for begin in range(0, len(hidden_TD), _TILE_ROWS):
+                tile = slice(begin, begin + _TILE_ROWS)
+                self._add_outputs(layer, hidden_TD[tile], attended[tile])
         return self._normed(hidden_TD) * self._norm_weight_D
+
+    def _add_outputs(self, layer: _Layer, hidden_TD: torch.Tensor, attended_TX: torch.Tensor) -> None:
+        """What attention and then the MLP add to the hidden states, in place."""
+        hidden_TD.addmm_(attended_TX, layer.output)
+        gate, up = torch.mm(self._normed(hidden_TD), layer.gate_up).chunk(2, -1)
+        hidden_TD.addmm_(silu(gate, inplace=True).mul_(up), layer.down)
 
     def _normed(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         """Root mean square norm without weight, short of a factor of sqrt(D), which is in the weights."""
@@ -105,10 +110,10 @@ def _fused(layer: Any) -> _Layer:
     bias = torch.cat([turn(p.bias, attention.head_dim) for turn, p in zip(order, projections, strict=True)])
     gate_up = torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight))
     return _Layer(
-        qkv=_times_norm(qkv, layer.input_layernorm.weight),
+        qkv=_times_norm(qkv, layer.input_layernorm.weight).t(),
         qkv_bias=bias,
         output=attention.o_proj.weight.t(),
-        gate_up=_times_norm(gate_up, layer.post_attention_layernorm.weight),
+        gate_up=_times_norm(gate_up, layer.post_attention_layernorm.weight).t(),
         down=mlp.down_proj.weight.t(),
     )
 

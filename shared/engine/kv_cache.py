@@ -7,6 +7,7 @@ Shapes: L layers, NB blocks, K kv heads, BS tokens of a block, H head size; T to
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -44,7 +45,7 @@ class KvCache:
         self._tokens = self._blocks.view(shape[0], -1, head_size).unbind()  # L times [NB * 2K * BS, H]
         self._block_heads = self._blocks.view(shape[0], -1, self.block_size * head_size).unbind()  # L times [NB * 2K, BS * H]
         head_2K = torch.arange(self._heads_of_block, device=device)
-        self._token_of_head_2K = head_2K * self.block_size
+        self._row_of_head_2K = head_2K * self.block_size
         self._head_21K1 = head_2K.view(2, 1, -1, 1)
         self._workspace = self._block_heads[0].new_empty(0, self.block_size * head_size)
 
@@ -53,12 +54,11 @@ class KvCache:
         """What a token takes in one layer."""
         return self._heads_of_block * self.shape[-1] * self.dtype.itemsize
 
-    def places(self, slots: Seq[int]) -> torch.Tensor:
-        """Where `write` puts tokens, int64 [T, 2K]. slots: block id * BS + index in the block."""
-        slots_T = torch.tensor(slots, device=self.device)
-        blocks_T = slots_T // self.block_size
-        firsts_T = slots_T + blocks_T * ((self._heads_of_block - 1) * self.block_size)
-        return firsts_T[:, None] + self._token_of_head_2K
+    def places(self, spans: Iterable[tuple[Seq[int], int, int]]) -> torch.Tensor:
+        """Where `write` puts tokens, int64 [T, 2K]. spans: a sequence's blocks, and which of its tokens: [start, end)."""
+        size, block_rows = self.block_size, self._heads_of_block * self.block_size
+        first_rows = [table[i // size] * block_rows + i % size for table, start, end in spans for i in range(start, end)]
+        return torch.tensor(first_rows, device=self.device)[:, None] + self._row_of_head_2K
 
     def write(self, layer: int, places_T2K: torch.Tensor, kv_T2KH: torch.Tensor) -> None:
         """kv_T2KH: each token's keys, then its values."""

@@ -64,7 +64,9 @@ def packed_positions(chunks: Seq[Chunk]) -> torch.Tensor:
                 raise InternalError("a prompt is computed before Engine.prepare")
             prompts.append((len(later), sequence.positions[:, start:end]))
         later.extend(range(start + sequence.position_delta, end + sequence.position_delta))
-    positions_3T = torch.tensor(later).repeat(3, 1)
+    positions_3T = torch.tensor(later).expand(3, -1)
+    if prompts:
+        positions_3T = positions_3T.clone()
     for row, own in prompts:
         positions_3T[:, row : row + own.shape[1]] = own
     return positions_3T
