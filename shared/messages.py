@@ -23,7 +23,7 @@ MAX_INLINE_TOKENS = 12_000  # chosen: 4 bytes each, leaves 16 KB for the rest of
 
 Service = Literal["router", "preprocess", "instance", "scaler", "launcher"]
 Role = Literal["encoder", "prefill", "decode"]
-State = Literal["starting", "ready", "draining"]
+State = Literal["starting", "ready", "draining", "failing"]  # failing: draining, since what it needs is broken
 FinishReason = Literal["stop", "length", "abort"]
 
 _PREFIX = "triptych.v1"

@@ -56,21 +56,28 @@ class ServiceApp(Protocol):
 
 
 class Lifecycle:
-    """starting -> ready -> draining -> drained (-> exit). Event loop only."""
+    """starting -> ready -> draining or failing -> drained (-> exit). Event loop only."""
 
     def __init__(self) -> None:
         self.state: State = "starting"
         self.is_wanted_gone = False  # a DrainRequest asked for the exit
+        self.exit_code = 0
         self.drain_asked = asyncio.Event()
         self.exit_asked = asyncio.Event()
         self.drained = asyncio.Event()
 
     def begin_drain(self, exit: bool) -> None:
         """Idempotent; a drain without exit can still be told to exit."""
-        self.state = "draining"
+        if self.state != "failing":
+            self.state = "draining"
         self.drain_asked.set()
         if exit:
             self.exit_asked.set()
+
+    def give_up(self) -> None:
+        """What the service needs is broken for good: take no new work, end what runs, exit as a process that crashed."""
+        self.state, self.exit_code = "failing", 1
+        self.begin_drain(exit=True)
 
 
 @dataclass(slots=True)
@@ -89,7 +96,7 @@ class ServiceContext:
 
     @property
     def is_draining(self) -> bool:
-        return self.lifecycle.state == "draining"
+        return self.lifecycle.drain_asked.is_set()
 
     async def drain(self, exit: bool = True) -> None:
         """Refuse new work (heartbeat state draining), wait until idle or drain_timeout_s, then exit."""
