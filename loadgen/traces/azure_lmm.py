@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from typing import Annotated
 
 import msgspec
 
@@ -23,7 +24,7 @@ class AzureLmmRecord(msgspec.Struct):
     """time: `2024-10-15T12:00:00.269Z`."""
 
     time: datetime = msgspec.field(name="TIMESTAMP")
-    images: int = msgspec.field(name="NumImages")
+    images: Annotated[int, msgspec.Meta(ge=0)] = msgspec.field(name="NumImages")
     context_tokens: int = msgspec.field(name="ContextTokens")
     generated_tokens: int = msgspec.field(name="GeneratedTokens")
 

@@ -46,7 +46,7 @@ def numbered_lines(file: BinaryIO, malformed: MalformedRows) -> Iterator[tuple[i
 
 
 def csv_cells(line: str) -> list[str]:
-    return [cell.strip() for cell in next(csv.reader((line,)))]
+    return [cell.strip() for cell in next(csv.reader((line,), strict=True))]
 
 
 def csv_decoder(header: list[str]) -> Decode:

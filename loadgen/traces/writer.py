@@ -30,7 +30,7 @@ def write_trace(rows: Iterable[TraceRow], path: Path) -> None:
                 file.write(",".join(COLUMNS) + "\n")
             file.writelines(line(row) + "\n" for row in rows)
     except OSError as error:
-        raise TraceError(f"{path}: {error.strerror or error}") from None
+        raise TraceError(f"{error.filename or path}: {error.strerror or error}") from None
 
 
 def _open(path: Path, stack: ExitStack) -> TextIO:
