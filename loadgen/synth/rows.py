@@ -86,7 +86,7 @@ class _ClientRows:
         )
 
     def _turns(self, first: TraceRow, number: int) -> Iterator[TraceRow]:
-        """Each prompt holds all that was said before; its blocks have the names that they had then."""
+        """Each prompt holds all that was said before; its blocks have the names that they had then. Pictures count once."""
         rng, arrival_s = self._rng, first.arrival_s
         context, output = self._talk.system_tokens + first.num_context_tokens, first.num_output_tokens
         for turn in range(self._num_turns.at(rng.random())):
@@ -96,8 +96,8 @@ class _ClientRows:
                 arrival_s,
                 context,
                 output,
-                num_images=first.num_images,
-                num_image_tokens=first.num_image_tokens,
+                num_images=0 if turn else first.num_images,
+                num_image_tokens=0 if turn else first.num_image_tokens,
                 session=f"{self._client.name}-{number}",
                 turn=turn,
                 prefix_ids=self._blocks(context, number),
