@@ -24,7 +24,7 @@ class ClusterFailed(Exception):
 
 @contextlib.asynccontextmanager
 async def running_cluster(
-    checkpoint: Path, folder: Path, console: Console, options: Sequence[str] = ()
+    model: Path | str, folder: Path, console: Console, options: Sequence[str] = ()
 ) -> AsyncIterator[dict[str, Any]]:
     """`triptych up` with these options besides; gives its JSON line, and stops it at the end. `folder`, which exists, is for
     its logs.
@@ -33,7 +33,7 @@ async def running_cluster(
         ClusterFailed: it ended before it was ready.
     """
     log_path = folder / "cluster.log"
-    arguments = ("--json", "--port", "0", "--model", str(checkpoint), "--log-dir", str(folder / "logs"), *options)
+    arguments = ("--json", "--port", "0", "--model", str(model), "--log-dir", str(folder / "logs"), *options)
     command = (sys.executable, "-m", "triptych.services.cli", "up", *arguments)
     with log_path.open("wb") as log:
         # A session of its own: Ctrl-C reaches us, and we stop the cluster once.

@@ -6,14 +6,16 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib
 import json
 import os
 import platform
+import secrets
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
 
 import typer
@@ -21,12 +23,20 @@ import typer
 from triptych.services.setting_flags import EXTRA_ARGUMENTS, flag_of, with_settings
 from triptych.shared.environment import process_environment
 from triptych.shared.errors import BadRequest
+from triptych.shared.machine import num_cuda_devices
 from triptych.shared.messages import InstanceId, Role
 from triptych.shared.settings import PREFIX, Settings
 
+if TYPE_CHECKING:  # pulls in NATS, uvloop: not for --help
+    from triptych.shared.service import ServiceApp
+
 ROLES: tuple[Role, ...] = ("encoder", "prefill", "decode")
 STAGES = ("router", "preprocess", *ROLES, "scaler")
-STAGE_HELP = f"one of {', '.join(STAGES)}; or several engine roles, as encoder,prefill,decode"
+EMULATED_STAGES = ("preprocess", *ROLES, "instance")
+STAGE_HELP = (
+    f"one of {', '.join(STAGES)}; or several engine roles, as encoder,prefill,decode; "
+    "or, emulated, many instances, as encoder=8,prefill=4,decode=4,preprocess=1"
+)
 CLIENT_SETTINGS = ("port", "nats_url", "heartbeat_interval_s", "heartbeat_timeout_s", "drain_timeout_s", "log_level")
 MAX_NAME_LENGTH = 63  # chosen: a DNS label, so a container's name fits
 JsonFlag = Annotated[bool, typer.Option("--json", help="one JSON document on stdout")]
@@ -73,7 +83,7 @@ def up(
     """Start a whole cluster on this machine; Ctrl-C stops it."""
     from triptych.services.launcher.plan import Counts  # pulls in HTTP client, NATS, uvloop: not for --help
     from triptych.services.launcher.up import UpOptions, run_up
-    from triptych.shared.checkpoint import open_checkpoint
+    from triptych.shared.emulation import emulated_settings, open_model
     from triptych.shared.http_host import listening_socket, resolve_host
 
     _need_model(settings)
@@ -81,7 +91,10 @@ def up(
     if settings.port:
         listening_socket(host, settings.port).close()  # one that is taken is told now, not by a router that ends
     _log_to_terminal(settings)
-    open_checkpoint(settings.model, settings.model_name)  # a wrong model fails here, once; a hub id is downloaded once
+    settings = emulated_settings(settings)
+    if settings.device == "cuda" and not settings.emulate and not num_cuda_devices():
+        raise BadRequest("device is cuda, but there is no CUDA device on this machine", code="bad_setting")
+    open_model(settings)  # a wrong model fails here, once; a hub id is downloaded once
     counts = Counts(router, preprocess, encoder, prefill, decode, colocated)
 
     def tell(line: str) -> None:
@@ -99,13 +112,19 @@ def serve(
     instance_id: Annotated[str, typer.Option(hidden=True, help="this life's id, given by the launcher")] = "",
 ) -> None:
     """Run one stage as this process, until SIGTERM."""
-    stages = _parse_stages(stage)
+    from triptych.shared.emulation import emulated_settings  # the cost model: not for --help
+
+    counts = _parse_counts(stage, settings) if "=" in stage else {}
+    stages = tuple(counts) or _parse_stages(stage)
     if not settings.nats_url:
         raise BadRequest(f"serve needs a NATS server: {flag_of('nats_url')} or {PREFIX}NATS_URL", code="bad_setting")
     if stage != "scaler":
         _need_model(settings)
+    settings = emulated_settings(settings)
     name = _slot_name(settings, stages)
-    os.environ.update(process_environment(settings, is_engine=stages[0] in ROLES))
+    os.environ.update(process_environment(settings, is_engine=stages[0] in ROLES and not settings.emulate))
+    if counts:
+        raise typer.Exit(_run_emulated(settings, counts, InstanceId(instance_id or f"{name}-{secrets.token_hex(4)}")))
     raise typer.Exit(_run_stage(settings, stages, name, InstanceId(instance_id) if instance_id else None))
 
 
@@ -144,22 +163,6 @@ def drain(
         sys.stderr.write(f"warning: nobody is left for {stage}; requests that need it get 503\n")
 
 
-@app.command(context_settings=EXTRA_ARGUMENTS)
-@with_settings()
-def config(settings: Settings, as_json: JsonFlag = False) -> None:
-    """Show every setting: its value, where that comes from, what it means."""
-    rows = {name: _without_password(getattr(settings, name)) for name in Settings.model_fields}
-    if as_json:
-        sys.stdout.write(json.dumps(rows) + "\n")
-        return
-    for name, value in rows.items():
-        mark = "*" if name in settings.model_fields_set else " "
-        description = Settings.model_fields[name].description or ""
-        shown = str(value).lower() if isinstance(value, bool) else value
-        sys.stdout.write(f"{mark} {PREFIX}{name.upper()}={shown}{f'  # {description}' if description else ''}\n")
-    sys.stdout.write("* set in the environment or by a flag\n")
-
-
 def _log_to_terminal(settings: Settings) -> None:
     """For commands with output of their own: on stderr, and warnings only unless a level was chosen."""
     from triptych.shared.logs import configure_logs  # structlog: not for --help
@@ -183,6 +186,21 @@ def _parse_stages(text: str) -> tuple[str, ...]:
     return stages
 
 
+def _parse_counts(text: str, settings: Settings) -> dict[str, int]:
+    """How many emulated instances of each stage share this process; `instance`: with all engine roles."""
+    if not settings.emulate:
+        raise BadRequest(f"only emulated instances share a process: {flag_of('emulate')} GPU", code="bad_setting")
+    counts = {}
+    for part in text.split(","):
+        stage, _, count = (word.strip() for word in part.partition("="))
+        if stage not in EMULATED_STAGES or not count.isdecimal():
+            raise BadRequest(f"{part!r} is not STAGE=COUNT of {', '.join(EMULATED_STAGES)}", code="unknown_stage")
+        counts[stage] = int(count)
+    if not any(counts.values()):
+        raise BadRequest("there is no instance to run", code="bad_setting")
+    return counts
+
+
 def _slot_name(settings: Settings, stages: tuple[str, ...]) -> str:
     """The name is part of NATS subjects: no dots, spaces or wildcards."""
     host = platform.node().partition(".")[0].lower() or "local"
@@ -193,19 +211,30 @@ def _slot_name(settings: Settings, stages: tuple[str, ...]) -> str:
 
 
 def _run_stage(settings: Settings, stages: tuple[str, ...], name: str, instance_id: InstanceId | None) -> int:
+    from triptych.shared.service import run_service  # pulls in NATS, uvloop: not for --help
+
+    return run_service(name, settings, functools.partial(_make_service, stages), instance_id)
+
+
+def _run_emulated(settings: Settings, counts: dict[str, int], process_id: InstanceId) -> int:
+    from triptych.shared.fleet import names_of, run_fleet  # as above
+
+    stages = {name: name.rpartition("-")[0] for name in names_of(counts)}
+    members = {
+        name: functools.partial(_make_service, ROLES if stage == "instance" else (stage,)) for name, stage in stages.items()
+    }
+    return run_fleet(process_id, settings, members)
+
+
+def _make_service(stages: tuple[str, ...], settings: Settings) -> ServiceApp:
     """Stages are imported here, by name: a router never loads torch, and threads are limited before an engine does."""
-    from triptych.shared.service import ServiceApp, run_service
-
-    def make(settings: Settings) -> ServiceApp:
-        service: ServiceApp
-        if stages[0] in ROLES:
-            instance = importlib.import_module("triptych.services.instance")
-            service = instance.make_service(settings, tuple(role for role in ROLES if role in stages))
-        else:
-            service = importlib.import_module(f"triptych.services.{stages[0]}.app").make_service(settings)
-        return service
-
-    return run_service(name, settings, make, instance_id)
+    service: ServiceApp
+    if stages[0] in ROLES:
+        instance = importlib.import_module("triptych.services.instance")
+        service = instance.make_service(settings, tuple(role for role in ROLES if role in stages))
+    else:
+        service = importlib.import_module(f"triptych.services.{stages[0]}.app").make_service(settings)
+    return service
 
 
 def _without_password(value: object) -> object:

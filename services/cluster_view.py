@@ -143,9 +143,12 @@ def print_status(status: StatusReply, console: Console) -> None:
     console.print(table)
     memory_mb = sum(beat.resources.pss_bytes for beat in status.instances) / MEGABYTE
     cards = {beat.model.name for beat in status.instances if beat.model is not None}
+    emulations = {f", {beat.model.emulation}" for beat in status.instances if beat.model and beat.model.emulation}
     urls = sorted(beat.http_url for beat in status.instances if beat.service == "router")
     place = f" at {', '.join(urls)}" if urls else ""
-    console.print(f"model {', '.join(sorted(cards)) or '-'}{place}, {memory_mb:.0f} MB, {status.num_restarts} restarts")
+    model = ", ".join(sorted(cards)) or "-"
+    emulated = "".join(sorted(emulations))
+    console.print(f"model {model}{emulated}{place}, {memory_mb:.0f} MB, {status.num_restarts} restarts")
 
 
 def _row(beat: Heartbeat) -> tuple[str, ...]:

@@ -1,7 +1,8 @@
 """The instance host: one process with one engine, one KV pool, one tensor transport, and any subset of the engine roles
 (encoder, prefill, decode) on top. It owns what outlives a role; the roles own only their queues.
 
-The only module that imports the roles. Torch and the weights are loaded on the engine thread, off the event loop.
+The only module that imports the roles. Torch and the weights are loaded on the engine thread, off the event loop; an emulated
+instance has neither.
 """
 
 from __future__ import annotations
@@ -10,13 +11,19 @@ import asyncio
 import importlib
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import structlog
 from fastapi import FastAPI
 from prometheus_client import Counter
 
-from triptych.shared.engine.thread import EngineThread
+from triptych.services.decode.role import DecodeRole
+from triptych.services.emulated_host import open_emulated_host
+from triptych.services.encoder.role import EncoderRole
+from triptych.services.host_context import integrity_error, model_card_of, resources_of
+from triptych.services.prefill.role import PrefillRole
+from triptych.shared.engine.emulated_calls import EmulatedCalls
+from triptych.shared.engine.role import HostContext, StageRole
+from triptych.shared.engine.thread import EngineCalls, EngineThread
 from triptych.shared.errors import InternalError, Overloaded
 from triptych.shared.messages import (
     DecodeRequest,
@@ -37,11 +44,8 @@ from triptych.shared.request_tasks import RequestTasks
 from triptych.shared.service import Report, ServiceApp, ServiceContext
 from triptych.shared.settings import Settings
 
-if TYPE_CHECKING:  # imports torch
-    from triptych.shared.engine.role import HostContext, StageRole
-
 HOUSEKEEPING_S = 0.5  # chosen: how soon after turning idle the block counts are checked
-CHECK_INTERVAL_S = 5.0  # chosen: the check takes 0.1 s of Python with 30 000 blocks
+CHECK_INTERVAL_S = 5.0  # chosen: the check takes milliseconds of Python with 30 000 blocks
 
 _ROLE_OF: dict[type[Message], Role] = {EncodeRequest: "encoder", PrefillRequest: "prefill", DecodeRequest: "decode"}
 _log = structlog.get_logger(__name__)
@@ -66,7 +70,8 @@ class InstanceService:
         self.app = FastAPI(title="Triptych instance")
         self._settings = settings
         self._initial_roles = roles
-        self._thread = EngineThread()
+        self._emulated = EmulatedCalls(settings.time_scale) if settings.emulate else None
+        self._thread: EngineCalls = self._emulated or EngineThread()
         self._tasks = RequestTasks()
         self._roles: dict[Role, StageRole] = {}
         self._frame: ServiceContext
@@ -92,6 +97,8 @@ class InstanceService:
         self._housekeeping = asyncio.create_task(self._keep_house(), name="instance housekeeping")
 
     async def _open(self) -> HostContext:
+        if self._emulated is not None:
+            return await open_emulated_host(self._frame, self._emulated, self._initial_roles, self._tasks)
         # Torch takes seconds to import: on the engine thread that blocks nobody. Later imports of it are look-ups.
         await self._thread.run(importlib.import_module, "triptych.services.engine_host")
         from triptych.services.engine_host import open_engine, open_host
@@ -150,8 +157,6 @@ class InstanceService:
 
     def report(self) -> Report:
         """This instance's part of its heartbeat."""
-        from triptych.services.engine_host import model_card_of, resources_of  # import torch: see _open
-
         return Report(
             loads=tuple(role.load() for role in self._roles.values()),
             resources=resources_of(self._context),
@@ -180,8 +185,6 @@ class InstanceService:
 
     async def _check_integrity(self) -> None:
         """In a thread, since it takes long; void when work came meanwhile."""
-        from triptych.services.engine_host import integrity_error  # imports torch: see _open
-
         num_handled = self._num_handled
         error = await asyncio.to_thread(integrity_error, self._context.engine.block_pool)
         if self._num_handled != num_handled:
@@ -193,10 +196,6 @@ class InstanceService:
 
 
 def _make_role(role: Role, context: HostContext) -> StageRole:
-    from triptych.services.decode.role import DecodeRole  # import torch: see InstanceService._open
-    from triptych.services.encoder.role import EncoderRole
-    from triptych.services.prefill.role import PrefillRole
-
     makers: dict[Role, Callable[[HostContext], StageRole]] = {
         "encoder": EncoderRole,
         "prefill": PrefillRole,

@@ -62,8 +62,7 @@ class Bus:
         self._inbox = link.new_inbox()
         self._tokens = itertools.count()
         self._in_flight: dict[str, _InFlight] = {}
-        self._served: list[str] = []
-        self._handlers: set[asyncio.Task[None]] = set()
+        self._served: dict[str, set[asyncio.Task[None]]] = {}  # by subject, the handlers that run
         self._listeners: dict[str, list[EventHandler]] = {}
         self._grace_until_s = 0.0
         link.on_reconnected(self._on_reconnected)
@@ -170,6 +169,7 @@ class Bus:
 
     async def serve(self, instance_id: InstanceId, handler: RequestHandler, max_concurrent: int = 4096) -> None:
         """Take InstanceRequests at instance_subject(instance_id)."""
+        subject = instance_subject(instance_id)
         running: set[asyncio.Task[None]] = set()
 
         async def on_message(message: Msg) -> None:
@@ -186,13 +186,24 @@ class Bus:
                 await self._answer(message, error_reply(Overloaded("too many requests at one instance")))
                 return
             task = asyncio.create_task(self._handle(message, request, handler), name=type(request).__name__)
-            for tasks in (running, self._handlers):
-                tasks.add(task)
-                task.add_done_callback(tasks.discard)
+            running.add(task)
+            task.add_done_callback(running.discard)
 
-        subject = instance_subject(instance_id)
-        self._served.append(subject)
+        self._served[subject] = running
         await self._link.subscribe(subject, on_message)
+
+    async def stop_serving(self, instance_id: InstanceId) -> None:
+        """Intake ends, running handlers are cancelled and their askers told. Idempotent."""
+        await self._stop_serving(instance_subject(instance_id))
+
+    async def _stop_serving(self, *subjects: str) -> None:
+        for subject in subjects:
+            await self._link.unsubscribe(subject)
+        handlers = [task for subject in subjects for task in self._served.pop(subject, ())]
+        for task in handlers:
+            task.cancel()
+        if handlers:
+            await asyncio.wait(handlers, timeout=RECONNECT_GRACE_S)
 
     async def _handle(self, message: Msg, request: InstanceRequest, handler: RequestHandler) -> None:
         try:
@@ -243,13 +254,7 @@ class Bus:
 
     async def close(self) -> None:
         """Intake ends, running handlers are cancelled and their askers told, then the connection is closed."""
-        for subject in self._served:
-            await self._link.unsubscribe(subject)
-        handlers = tuple(self._handlers)
-        for task in handlers:
-            task.cancel()
-        if handlers:
-            await asyncio.wait(handlers, timeout=RECONNECT_GRACE_S)
+        await self._stop_serving(*self._served)
         await self._link.close()
         _fail(self._in_flight.values(), InstanceLost("the message bus was closed", code="bus_lost"))
 

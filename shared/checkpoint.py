@@ -15,7 +15,8 @@ from typing import Any
 from blake3 import blake3
 
 from triptych.shared.errors import BadRequest
-from triptych.shared.image_info import PixelLimits
+from triptych.shared.image_info import ImageInfo, PixelLimits
+from triptych.shared.instance_info import Emulation, ModelCard
 
 MAX_SAFETENSORS_HEADER_BYTES = 100_000_000  # the format's own limit
 NUM_SAMPLED_BYTES = 4096  # chosen: one page per tensor, 3 MB for a model of 700 tensors
@@ -50,7 +51,7 @@ class ImageOptions:
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """path: folder with config.json, safetensors, tokenizer. revision: digest of what defines the model's answers, equal
-    in all processes that opened the same files. config: config.json as parsed."""
+    in all processes that opened the same files. config: config.json as parsed. emulation: when there are no weights."""
 
     path: Path
     name: str
@@ -61,10 +62,15 @@ class Checkpoint:
     image_token_id: int
     eos_token_ids: tuple[int, ...]
     random_weights: bool
+    emulation: Emulation | None = None
 
     @property
     def model_type(self) -> str:
         return str(self.config["model_type"])
+
+    def card(self, max_model_len: int) -> ModelCard:
+        """What a process that takes so long requests tells of the model."""
+        return ModelCard(self.name, self.revision, max_model_len, self.random_weights, self.emulation)
 
 
 def open_checkpoint(model: str, name: str = "") -> Checkpoint:
@@ -133,6 +139,12 @@ def num_image_tokens(grid: tuple[int, int, int], options: ImageOptions) -> int:
     """Vision tokens of a patch grid after the merger."""
     t, h, w = grid
     return t * h * w // options.merge_size**2
+
+
+def image_info(height: int, width: int, options: ImageOptions, mm_hash: bytes = b"") -> ImageInfo:
+    """What preprocess tells of a picture that it has resized to height x width."""
+    grid = grid_thw(height, width, options)
+    return ImageInfo(mm_hash, height, width, grid, num_image_tokens(grid, options))
 
 
 def _last_part(model: str) -> str:

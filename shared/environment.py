@@ -20,5 +20,6 @@ def process_environment(settings: Settings, is_engine: bool) -> dict[str, str]:
         **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(num_threads)),
         "OMP_WAIT_POLICY": "passive",
         "TOKENIZERS_PARALLELISM": "false",
+        "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",  # of a router: that there is no torch
         "RES_OPTIONS": os.environ.get("RES_OPTIONS", RESOLVER_OPTIONS),
     }

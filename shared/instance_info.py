@@ -39,10 +39,23 @@ class Resources(msgspec.Struct, frozen=True, omit_defaults=True):
     media_store_bytes: int = 0
 
 
+class Emulation(msgspec.Struct, frozen=True):
+    """Instances without GPUs, whose times come from a cost model. gpu: the class that they stand for. time_scale: modelled
+    seconds per real second; all times that are told are real ones."""
+
+    gpu: str
+    time_scale: float
+
+    def __str__(self) -> str:
+        return f"emulated {self.gpu}, {self.time_scale:g} modelled seconds a second"
+
+
 class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Which model an instance serves; a router only joins instances of one model and revision."""
+    """Which model an instance serves; a router only joins instances of one model and revision. emulation: None for a real
+    engine."""
 
     name: str
     revision: str
     max_model_len: int
     random_weights: bool = False
+    emulation: Emulation | None = None

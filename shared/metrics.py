@@ -10,7 +10,7 @@ from dataclasses import fields
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from triptych.shared.messages import Heartbeat
@@ -59,6 +59,9 @@ class ProcessMetrics(Collector):
         if beat is None:
             return
         yield GaugeMetricFamily("triptych_ready", "1 when the process takes work", value=float(beat.state == "ready"))
+        if beat.model is not None and (emulation := beat.model.emulation) is not None:
+            labels = {"gpu": emulation.gpu, "time_scale": f"{emulation.time_scale:g}"}
+            yield InfoMetricFamily("triptych_emulation", "times are modelled, not measured", value=labels)
         for name, text in _GAUGES.items():
             yield GaugeMetricFamily(f"triptych_{name.removeprefix('num_')}", text, value=getattr(beat.resources, name))
         for name in ("num_waiting", "num_running", "num_pending_tokens"):

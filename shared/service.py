@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -35,7 +36,6 @@ from triptych.shared.messages import (
     LOST_SUBJECT,
     Accepted,
     DrainRequest,
-    Event,
     Heartbeat,
     InstanceId,
     InstanceRequest,
@@ -52,6 +52,7 @@ from triptych.shared.settings import Settings
 PSS_INTERVAL_S = 5.0  # chosen: smaps_rollup of a large process takes milliseconds
 IDLE_POLL_S = 0.05  # chosen: how often a draining process looks whether it is idle
 STALL_FACTOR = 3.0  # chosen: a beat that comes this many intervals late means that we were stopped, not the others
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 STOP_TIMEOUT_S = 10.0  # chosen: a service that can't stop in this time is left behind
 
 __all__ = ["Report", "ServiceApp", "ServiceContext", "new_instance_id", "run_service"]
@@ -87,32 +88,85 @@ async def _run(name: str, settings: Settings, service: ServiceApp, instance_id: 
             await bus.close()
 
 
-class ServiceHost:
-    """The frame around one service in one process."""
+class Pulse:
+    """What a process does once, however many services it runs: hears the others, forgets the silent, measures itself.
+    pss_bytes: of the process and those that it started, shared out among its services."""
 
-    def __init__(self, context: ServiceContext, service: ServiceApp) -> None:
+    def __init__(self, bus: Bus, registry: Registry, interval_s: float, num_services: int = 1) -> None:
+        self._bus = bus
+        self._registry = registry
+        self._interval_s = interval_s
+        self._num_services = num_services
+        self._pss_at_s = -PSS_INTERVAL_S
+        self.pss_bytes = 0
+        self.loop_lag_s = 0.0
+
+    async def join(self) -> None:
+        """The registry fills from now on."""
+        self._registry.on_lost(self._bus.note_lost)
+        self._bus.on_reconnected(lambda: self._registry.note_reconnected(time.monotonic()))
+        for subject in (HEARTBEAT_SUBJECT, LOST_SUBJECT):
+            await self._bus.listen(subject, lambda event: self._registry.on_event(event, time.monotonic()))
+        await self._refresh_pss()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            begin_s = time.monotonic()
+            await asyncio.sleep(self._interval_s)
+            now_s = time.monotonic()
+            self.loop_lag_s = now_s - begin_s - self._interval_s
+            if self.loop_lag_s > STALL_FACTOR * self._interval_s:
+                self._registry.note_stall(self.loop_lag_s, now_s)
+            if self._bus.is_connected:
+                self._registry.sweep(now_s)
+            await self._refresh_pss()
+
+    async def _refresh_pss(self) -> None:
+        now_s = time.monotonic()
+        if now_s - self._pss_at_s >= PSS_INTERVAL_S:
+            self._pss_at_s = now_s
+            self.pss_bytes = await asyncio.to_thread(family_pss_bytes) // self._num_services
+
+
+class ServiceHost:
+    """The frame around one service. pulse: its process's, when that runs others besides."""
+
+    def __init__(self, context: ServiceContext, service: ServiceApp, pulse: Pulse | None = None) -> None:
         self._context = context
         self._service = service
         self._bus = context.bus
-        self._registry = context.registry
         self._lifecycle: Lifecycle = context.lifecycle
-        self._pss_bytes = 0
-        self._pss_at_s = -PSS_INTERVAL_S
+        self._pulse = pulse or Pulse(context.bus, context.registry, context.settings.heartbeat_interval_s)
         self.last_heartbeat: Heartbeat | None = None
-        self.loop_lag_s = 0.0
 
     @property
     def bus_counters(self) -> BusCounters:
         return self._bus.counters
 
+    @property
+    def loop_lag_s(self) -> float:
+        return self._pulse.loop_lag_s
+
     async def run(self, listener: socket.socket) -> int:
-        """The process's exit status."""
+        """Have the process for itself; its exit status."""
+        loop = asyncio.get_running_loop()
+        for number in STOP_SIGNALS:
+            loop.add_signal_handler(number, self._on_signal)
+        await self._pulse.join()
+        async with asyncio.TaskGroup() as tasks:
+            pulsing = tasks.create_task(self._pulse.run(), name="pulse")
+            exit_code = await self.live(listener)
+            pulsing.cancel()
+        return exit_code
+
+    async def live(self, listener: socket.socket) -> int:
+        """From its start until it has left; an exit status. The pulse has joined."""
         app = self._service.app
         watch_process(self._context.metrics, self)
         add_probes(app, lambda: self._lifecycle.state, self._context.instance_id, self._context.metrics)
         server = make_server(gate_until_started(app, lambda: self._lifecycle.state))
-        self._install_signals()
-        await self._join_bus()
+        self._context.registry.on_lost(self._on_lost)
         async with asyncio.TaskGroup() as tasks:
             serving = tasks.create_task(server.serve(sockets=[listener]), name="http")
             beating = tasks.create_task(self._beat_forever(), name="heartbeat")
@@ -124,28 +178,13 @@ class ServiceHost:
             await serving
         return exit_code
 
-    def _install_signals(self) -> None:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal)
-
     def _on_signal(self) -> None:
         if self._lifecycle.exit_asked.is_set():
             os._exit(1)  # asked twice: whoever waits for us has no patience left
         self._lifecycle.begin_drain(exit=True)
 
-    async def _join_bus(self) -> None:
-        self._registry.on_lost(self._bus.note_lost)
-        self._registry.on_lost(self._on_lost)
-        self._bus.on_reconnected(lambda: self._registry.note_reconnected(time.monotonic()))
-        for subject in (HEARTBEAT_SUBJECT, LOST_SUBJECT):
-            await self._bus.listen(subject, self._on_event)
-
-    def _on_event(self, event: Event) -> None:
-        self._registry.on_event(event, time.monotonic())
-
     def _on_lost(self, instance_id: InstanceId) -> None:
-        beat = self._registry.get(instance_id)
+        beat = self._context.registry.get(instance_id)
         may_be_router = beat is None or beat.service == "router"  # one never heard of may have been one
         is_other = instance_id != self._context.instance_id
         if may_be_router and is_other and self._lifecycle.state != "starting":
@@ -173,6 +212,8 @@ class ServiceHost:
         if self._lifecycle.state == "starting":
             self._lifecycle.state = "ready"
         await self._beat()
+        gc.collect()
+        gc.freeze()  # what start-up made stays: looking at it again would be a tenth of a router's work
         _log.info("ready", instance_id=self._context.instance_id, url=self._context.http_url)
         return None
 
@@ -195,7 +236,7 @@ class ServiceHost:
             _log.warning("drain timeout: work is cut off", drain_timeout_s=self._context.settings.drain_timeout_s)
         self._lifecycle.drained.set()
         await self._lifecycle.exit_asked.wait()
-        return 0
+        return self._lifecycle.exit_code
 
     async def _leave(self, server: QuietServer, exit_code: int) -> None:
         is_wanted = exit_code == 0 and self._lifecycle.is_wanted_gone
@@ -209,24 +250,9 @@ class ServiceHost:
             _log.warning("service did not stop in time", timeout_s=STOP_TIMEOUT_S)
 
     async def _beat_forever(self) -> None:
-        interval_s = self._context.settings.heartbeat_interval_s
         while True:
-            await self._refresh_pss()
             await self._beat()
-            begin_s = time.monotonic()
-            await asyncio.sleep(interval_s)
-            now_s = time.monotonic()
-            self.loop_lag_s = now_s - begin_s - interval_s
-            if self.loop_lag_s > STALL_FACTOR * interval_s:
-                self._registry.note_stall(self.loop_lag_s, now_s)
-            if self._bus.is_connected:
-                self._registry.sweep(now_s)
-
-    async def _refresh_pss(self) -> None:
-        now_s = time.monotonic()
-        if now_s - self._pss_at_s >= PSS_INTERVAL_S:
-            self._pss_at_s = now_s
-            self._pss_bytes = await asyncio.to_thread(family_pss_bytes)
+            await asyncio.sleep(self._context.settings.heartbeat_interval_s)
 
     async def _beat(self) -> None:
         """Not while disconnected: old heartbeats must not be sent late."""
@@ -241,7 +267,7 @@ class ServiceHost:
             report.resources or Resources(pid=0, num_threads=0),
             pid=os.getpid(),
             num_threads=int(os.environ.get("OMP_NUM_THREADS") or 1),
-            pss_bytes=self._pss_bytes,
+            pss_bytes=self._pulse.pss_bytes,
         )
         return Heartbeat(
             instance_id=context.instance_id,

@@ -44,6 +44,14 @@ class Settings(BaseSettings):
     max_num_seqs: int = Field(64, ge=1, description="sequences in one decode batch")
     max_prefill_tokens: int = Field(512, ge=1, description="tokens in one prefill step (chunked prefill)")
     max_encode_tokens: int = Field(4096, ge=1, description="vision tokens in one encode batch")
+    max_engine_failures: int = Field(8, ge=1, description="failed engine calls in a row until an instance gives up (chosen)")
+
+    # emulation: no GPU, no weights; times come from a cost model
+    emulate: str = Field("", description="GPU class that instances stand for: a100, a800, h100; empty: real engines")
+    time_scale: float = Field(1.0, gt=0, le=1000, description="emulated: modelled seconds per real second")
+    emulate_tp: int = Field(1, ge=1, le=8, description="emulated: GPUs of one instance; see emulate_encoder_tp")
+    emulate_encoder_tp: int = Field(1, ge=1, le=8, description="emulated: GPUs of an instance that only encodes")
+    emulate_link: Literal["rdma", "tcp"] = Field("rdma", description="emulated: the network between instances")
 
     # bounds
     max_waiting: int = Field(1024, ge=1, description="requests waiting in one stage; more are refused")

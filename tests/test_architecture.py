@@ -25,13 +25,20 @@ ROLES = {"encoder", "prefill", "decode"}
 STAGES = ROLES | {"router", "preprocess", "scaler"}
 PURE = ["shared/policies/**/*.py", "cache/keys.py", "cache/prefix_tree.py", "cache/pool.py"]
 IMPURE = {"asyncio", "fastapi", "nats", "redis", "torch", "time", "random", "os", "socket", "httpx", "aiohttp", "threading"}
-TORCH_FREE = [
+TORCH_FREE = [  # the control plane, and what emulated instances run: the very roles and stores of real ones
     "services/cli.py",
     "services/router/**/*.py",
+    "services/preprocess/**/*.py",
+    "services/encoder/*.py",
+    "services/prefill/*.py",
+    "services/decode/*.py",
     "services/scaler/**/*.py",
-    "shared/messages.py",
-    "shared/wire.py",
-    "shared/bus.py",
+    "services/instance.py",
+    "services/emulated_host.py",
+    "shared/cost_model/*.py",
+    "shared/engine/emulated.py",
+    "shared/fleet.py",
+    "shared/transport/emulated.py",
 ]
 BANNED_FILES = {"utils.py", "util.py", "helpers.py", "helper.py", "common.py", "misc.py"}
 BANNED_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}

@@ -127,7 +127,9 @@ def test_wheel_holds_every_module(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     (wheel,) = out.glob("*.whl")
     held = set(zipfile.ZipFile(wheel).namelist())
-    wanted = {f"triptych/{path.relative_to(ROOT).as_posix()}" for layer in LAYERS for path in (ROOT / layer).rglob("*.py")}
+    paths = [path for layer in LAYERS for path in (ROOT / layer).rglob("*.py")]
+    paths += [*(ROOT / "shared" / "emulated_model").iterdir(), *(ROOT / "loadgen" / "workloads").glob("*.toml")]
+    wanted = {f"triptych/{path.relative_to(ROOT).as_posix()}" for path in paths}
     assert wanted <= held
     assert any(name.endswith("licenses/LICENSE") for name in held)
     assert {name.split("/")[0] for name in held if not name.startswith("triptych-")} == {"triptych"}

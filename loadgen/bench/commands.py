@@ -76,6 +76,14 @@ def transport_command(runs: Runs = 15, quick: Quick = False, as_json: AsJson = F
     finish(bench_transport(Plan(runs, quick)), as_json)
 
 
+@bench.command("emulated")
+def emulated_command(quick: Quick = False, as_json: AsJson = False) -> None:
+    """What a large cluster costs the router, on emulated GPUs: CPU per request, memory over 10,000 requests, none lost."""
+    from triptych.loadgen.bench.emulated import bench_emulated
+
+    finish(bench_emulated(Plan(is_quick=quick)), as_json)
+
+
 @bench.command("latency")
 def latency_command(model: Model = str(DEMO_CHECKPOINT), quick: Quick = False, as_json: AsJson = False) -> None:
     """What the processes cost: a client's TTFT beside the bare engine's, stage by stage, and the router's CPU."""

@@ -20,6 +20,7 @@ from triptych.loadgen.bench.runner import BenchFailed
 from triptych.loadgen.client import chat_body
 
 NUM_TOKENS = 64  # of the prompt, about, and of the answer
+PICTURE_EVERY = 4  # chosen: where there are pictures, one request in four has one
 REPLACED = ("prefill-0", "decode-0")
 DRAIN_TIMEOUT_S = 60.0  # chosen: longer than drain_timeout_s
 END_TIMEOUT_S = 30.0  # chosen
@@ -35,24 +36,31 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class RouterUnderTest:
-    """pid: of the router's process."""
+    """pid: of the router's process. picture: PNG, for every PICTURE_EVERYth request."""
 
     http: aiohttp.ClientSession
     url: str
     pid: int
+    picture: bytes | None = None
 
-    async def measure(self, load: Load) -> dict[str, float]:
-        """cpu_ms per request, requests_per_s, and how busy the router was (cores).
+    async def measure(self, load: Load, may_lose: bool = False) -> dict[str, float]:
+        """cpu_ms per request, requests_per_s, how busy the router was (cores), and num_lost.
 
         Raises:
-            BenchFailed: a request was not answered.
+            BenchFailed: a request was not answered, unless may_lose.
         """
         process = psutil.Process(self.pid)
-        pending = iter(range(load.num_requests))
+        pending, num_lost = iter(range(load.num_requests)), 0
 
         async def client() -> None:
+            nonlocal num_lost
             for number in pending:
-                await self._ask(number)
+                try:
+                    await self._ask(number)
+                except (BenchFailed, aiohttp.ClientError, TimeoutError):
+                    num_lost += 1
+                    if not may_lose:
+                        raise
 
         before_s, began_s = _cpu_s(process), time.perf_counter()
         try:
@@ -66,12 +74,14 @@ class RouterUnderTest:
             "cpu_ms": 1000 * cpu_s / load.num_requests,
             "requests_per_s": load.num_requests / spent_s,
             "busy_cores": cpu_s / spent_s,
+            "num_lost": num_lost,
         }
 
     async def _ask(self, number: int) -> None:
         rng = random.Random(number)
         text = " ".join(str(rng.randrange(10)) for _ in range(NUM_TOKENS // 2))  # a digit, and a space: two tokens at most
-        body = chat_body(text, (), NUM_TOKENS, ignore_eos=True)
+        pictures = [self.picture] if self.picture is not None and number % PICTURE_EVERY == 0 else []
+        body = chat_body(text, pictures, NUM_TOKENS, ignore_eos=True)
         async with self.http.post(f"{self.url}/v1/chat/completions", json=body) as response:
             answer = await response.read()
         if response.status != 200 or not answer.endswith(b"data: [DONE]\n\n"):

@@ -10,8 +10,6 @@ import math
 import time
 from collections.abc import Callable
 
-import torch
-
 from triptych.services.decode.job import DecodeJob
 from triptych.shared.engine.api import Chunk
 from triptych.shared.engine.isolate import as_typed, run_isolated
@@ -67,7 +65,7 @@ class DecodeBatch:
             return False
         self._enter(batch)
         try:
-            outcomes = await self._context.thread.run(self._compute, batch)
+            outcomes = await self._context.compute(self._compute, batch)
         finally:
             self._exit(batch)
         for job, outcome in zip(batch, outcomes, strict=True):
@@ -140,7 +138,7 @@ class DecodeBatch:
             return False
         self._enter([job])
         try:
-            host_memory = torch.empty(shape, dtype=dtype, device="cpu")
+            host_memory = self._context.host_memory(shape, dtype)
             job.kv = await self._context.thread.run(engine.export_blocks, blocks, host_memory)
         except Exception as error:
             self._on_outcome(job, as_typed(error, "moving KV blocks"))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-
-import torch
+from typing import TYPE_CHECKING
 
 from triptych.shared.engine.api import Sequence
 from triptych.shared.messages import DecodeRequest, InstanceId, StageTime
 from triptych.shared.sampling_params import TokenLogprobs
+
+if TYPE_CHECKING:  # only named, never computed with: emulated instances run without torch
+    import torch
 
 
 @dataclass(slots=True, eq=False)

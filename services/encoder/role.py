@@ -10,8 +10,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from itertools import islice
-
-import torch
+from typing import TYPE_CHECKING
 
 from triptych.shared.budget import Budget
 from triptych.shared.engine.isolate import as_typed, each_alone
@@ -22,6 +21,9 @@ from triptych.shared.image_info import ImageInfo
 from triptych.shared.instance_info import StageLoad
 from triptych.shared.messages import EncodeReply, EncodeRequest, InstanceRequest, StageTime
 from triptych.shared.policies.batching import num_to_batch
+
+if TYPE_CHECKING:  # only named, never computed with: emulated instances run without torch
+    import torch
 
 IN_HAND_FACTOR = 2  # chosen: while one batch is encoded, the pixels of the next are pulled
 MAX_BATCH_IMAGES = 64  # chosen: bounds a batch of tiny images
@@ -123,9 +125,11 @@ class EncoderRole:
         engine, now_s = self._context.engine, time.monotonic()
         for job in batch:
             job.begun_at_s = now_s
-        outcomes = await self._context.thread.run(
-            each_alone, lambda jobs: engine.encode([job.image for job in jobs], [job.pixels for job in jobs]), batch
-        )
+
+        def encode(jobs: list[_Job]) -> list[torch.Tensor | Exception]:
+            return each_alone(lambda some: engine.encode([job.image for job in some], [job.pixels for job in some]), jobs)
+
+        outcomes = await self._context.compute(encode, batch)
         for job, outcome in zip(batch, outcomes, strict=True):
             settle(job.result, as_typed(outcome, "encoding the image") if isinstance(outcome, Exception) else outcome)
 

@@ -19,7 +19,12 @@ import time
 
 import msgspec
 
-PRELOADED = ("triptych.services.engine_host", "triptych.services.instance", "triptych.services.preprocess.app")
+PRELOADED = (
+    "triptych.services.engine_host",
+    "triptych.services.instance",
+    "triptych.services.preprocess.app",
+    "triptych.shared.transport.transport",
+)
 MAX_REQUEST_BYTES = 1 << 17  # chosen: an environment of ordinary size; a larger one is refused by the sender
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 PR_SET_NAME = 15

@@ -21,6 +21,7 @@ from triptych.services.launcher.child_log import ChildLog
 from triptych.services.launcher.template import NoTemplateError, Template
 from triptych.shared.bus import Bus
 from triptych.shared.errors import BadRequest, Overloaded
+from triptych.shared.fleet import member_id
 from triptych.shared.messages import LOST_SUBJECT, Accepted, Event, InstanceId, InstanceRequest, LaunchRequest, Lost, Message
 from triptych.shared.policies.restart import decide_restart
 from triptych.shared.service_app import new_instance_id
@@ -35,12 +36,13 @@ _log = structlog.get_logger(__name__)
 @dataclass(slots=True)
 class Slot:
     """A place for one process at a time. make_spec: what to start, given the new incarnation's id. is_own: the launcher
-    starts it again by itself."""
+    starts it again by itself. instances: the names under which the process appears, its own alone if empty."""
 
     name: str
     make_spec: Callable[[InstanceId], ChildSpec]
     log: ChildLog
     is_own: bool = False
+    instances: tuple[str, ...] = ()
     child: Child | None = None
     instance_id: InstanceId | None = None
     relaunch: asyncio.Event = field(default_factory=asyncio.Event)
@@ -91,7 +93,7 @@ class LocalLauncher:
         """
         if not isinstance(request, LaunchRequest):
             raise BadRequest(f"the launcher takes no {type(request).__name__}", code="wrong_instance")
-        slot = self._slots.get(request.name)
+        slot = next((slot for slot in self._slots.values() if request.name in (slot.name, *slot.instances)), None)
         if slot is None:
             raise BadRequest(f"there is no slot {request.name!r}", code="no_such_slot")
         if self._is_stopping or (slot.child is not None and slot.child.is_running):
@@ -179,6 +181,8 @@ class LocalLauncher:
                 continue
 
     async def _tell(self, slot: Slot, status: int) -> None:
-        if self._bus is not None and slot.instance_id is not None:
-            lost = Lost(slot.instance_id, slot.name, status, expected=False)
+        if self._bus is None or slot.instance_id is None:
+            return
+        for name in slot.instances or (slot.name,):
+            lost = Lost(member_id(name, slot.instance_id), name, status, expected=False)
             await self._bus.publish_event(LOST_SUBJECT, lost)

@@ -11,13 +11,16 @@ from pathlib import Path
 from triptych.services.launcher.child import ChildSpec
 from triptych.shared.environment import process_environment
 from triptych.shared.errors import BadRequest
+from triptych.shared.fleet import names_of
 from triptych.shared.messages import InstanceId
 from triptych.shared.settings import PREFIX, Settings
 
 ENGINE_STAGES = ("encoder", "prefill", "decode")
 TORCH_FREE_STAGES = ("router", "scaler")  # they start in a second; the others are forked from the template
 COLOCATED = ",".join(ENGINE_STAGES)
+EMULATED = "emulated-0"  # the one process of all emulated instances
 MAX_PER_STAGE = 64  # chosen: a typo must not fork hundreds of processes
+MAX_EMULATED = 512  # chosen: of one stage; they share a process
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,25 +37,36 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class PlannedSlot:
-    """stage: the argument of `triptych serve`."""
+    """stage: the argument of `triptych serve`. instances: the names under which its process appears."""
 
     name: str
     stage: str
+    instances: tuple[str, ...]
 
 
-def plan_slots(counts: Counts) -> list[PlannedSlot]:
-    """Slots in the order in which they are started.
+def plan_slots(counts: Counts, is_emulated: bool = False) -> list[PlannedSlot]:
+    """Slots in the order in which they are started. Emulated instances, preprocess ones too, are one slot.
 
     Raises:
         BadRequest: a count is out of bounds.
     """
     for stage in ("router", "preprocess", *ENGINE_STAGES):
-        if not 1 <= getattr(counts, stage) <= MAX_PER_STAGE:
-            raise BadRequest(f"--{stage} must be 1 to {MAX_PER_STAGE}, not {getattr(counts, stage)}", code="bad_setting")
-    stages = ["preprocess", "router"] if counts.colocated else [*ENGINE_STAGES, "preprocess", "router"]
-    slots = [PlannedSlot("instance-0", COLOCATED)] if counts.colocated else []
-    slots += [PlannedSlot(f"{stage}-{index}", stage) for stage in stages for index in range(getattr(counts, stage))]
-    return [*slots, PlannedSlot("scaler-0", "scaler")]
+        most = MAX_EMULATED if is_emulated and stage != "router" else MAX_PER_STAGE
+        if not 1 <= getattr(counts, stage) <= most:
+            raise BadRequest(f"--{stage} must be 1 to {most}, not {getattr(counts, stage)}", code="bad_setting")
+    engines = {"instance": 1} if counts.colocated else {stage: getattr(counts, stage) for stage in ENGINE_STAGES}
+    working = {**engines, "preprocess": counts.preprocess}
+    if is_emulated:
+        stages = ",".join(f"{stage}={count}" for stage, count in working.items())
+        slots = [PlannedSlot(EMULATED, stages, tuple(names_of(working)))]
+    else:
+        slots = [_slot(name) for name in names_of(working)]
+    return [*slots, *map(_slot, names_of({"router": counts.router, "scaler": 1}))]
+
+
+def _slot(name: str) -> PlannedSlot:
+    stage = name.rpartition("-")[0]
+    return PlannedSlot(name, COLOCATED if stage == "instance" else stage, (name,))
 
 
 def num_engine_instances(counts: Counts) -> int:
@@ -61,12 +75,12 @@ def num_engine_instances(counts: Counts) -> int:
 
 
 def child_env(settings: Settings, base: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a stage's process: base with all settings that differ from their default. Not port and name, which
-    differ between processes."""
+    """The environment of a stage's process: base with all settings that were chosen. Not port and name, which differ between
+    processes."""
     env = {key: value for key, value in base.items() if not key.startswith(PREFIX)}
     for key, info in Settings.model_fields.items():
         value = getattr(settings, key)
-        if key not in ("port", "name") and value != info.default:
+        if key not in ("port", "name") and (value != info.default or key in settings.model_fields_set):
             env[PREFIX + key.upper()] = str(value)
     env["PYTHONSAFEPATH"] = "1"
     return env
@@ -87,5 +101,5 @@ def serve_spec(slot: PlannedSlot, settings: Settings, port: int | None, instance
         slot.name,
         (sys.executable, "-m", "triptych.services.cli", *arguments),
         {**child_env(settings, os.environ), "TMPDIR": str(temp_dir)},
-        fork_arguments=arguments if slot.stage not in TORCH_FREE_STAGES else None,
+        fork_arguments=arguments if not settings.emulate and slot.stage not in TORCH_FREE_STAGES else None,
     )

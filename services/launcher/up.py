@@ -28,6 +28,7 @@ from triptych.services.launcher.presence import Presence
 from triptych.services.launcher.run_file import RunAnnouncement, announce_run
 from triptych.services.launcher.template import IS_SUPPORTED, Template
 from triptych.shared.errors import TriptychError
+from triptych.shared.instance_info import Emulation
 from triptych.shared.messages import Heartbeat, InstanceId
 from triptych.shared.process_memory import pss_bytes
 from triptych.shared.settings import Settings
@@ -36,6 +37,7 @@ READY_POLL_S = 0.1  # chosen: adds half of it to ready_s on average
 PROBE_TIMEOUT_S = 2.0  # chosen: one look at /ready
 NUM_PORT_TRIES = 3  # chosen: its port may have been taken between choosing and binding; not three times in a row
 KILL_AFTER_S = 5.0  # chosen: on top of a drain's own bound
+COULD_NOT_START = "error: could not start: "  # how run_service logs it
 RUN_PREFIX = "triptych-up-"
 LOGS = "logs"
 MAIN_ROUTER = "router-0"
@@ -43,7 +45,8 @@ FATAL_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class UpInfo(msgspec.Struct, frozen=True):
-    """The JSON line of `triptych up --json`. pss_bytes: of all processes, the launcher's own included."""
+    """The JSON line of `triptych up --json`. pss_bytes: of all processes, the launcher's own included. emulation: when no
+    instance has a real engine."""
 
     url: str
     ready_s: float
@@ -53,6 +56,7 @@ class UpInfo(msgspec.Struct, frozen=True):
     redis_url: str
     model: str
     random_weights: bool
+    emulation: Emulation | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +109,15 @@ def _remove_stale_runs() -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def _why(slot: Slot, how: str) -> str:
+    """A process's own reason not to start where it gave one, else the last that it printed."""
+    lines = slot.log.last_lines
+    if reason := next((line for line in lines if line.startswith(COULD_NOT_START)), ""):
+        return f"{slot.name} {reason.removeprefix('error: ')}"
+    last = "\n  ".join(lines) or "(it printed nothing)"
+    return f"{slot.name} ended with {how} before it was ready; its last lines:\n  {last}"
+
+
 class Up:
     """One run. folder: its temporary files, and its children's."""
 
@@ -114,8 +127,9 @@ class Up:
         self._folder = folder
         self._logs = options.log_dir or folder / LOGS
         self._begin_s = time.monotonic()
-        self._slots = plan_slots(options.counts)
-        self._template = Template(template_env(settings, folder / "tmp")) if IS_SUPPORTED else None
+        self._slots = plan_slots(options.counts, bool(settings.emulate))
+        has_template = IS_SUPPORTED and not settings.emulate  # which would load torch
+        self._template = Template(template_env(settings, folder / "tmp")) if has_template else None
         self._launcher = LocalLauncher(self._on_exit, self._template)
         self._presence: Presence | None = None
         self._router_port = settings.port
@@ -160,7 +174,7 @@ class Up:
                 await asyncio.wait((starting, stopping, self._failed), return_when=asyncio.FIRST_COMPLETED)
         except TimeoutError:
             ready = self._presence.ready_names() if self._presence is not None else set()
-            waited = ", ".join(slot.name for slot in self._slots if slot.name not in ready)
+            waited = ", ".join(slot.name for slot in self._slots if not ready.issuperset(slot.instances))
             raise StartFailedError(f"not ready after {self._options.ready_timeout_s:.0f} s: {waited or 'the router'}") from None
         finally:
             stopping.cancel()
@@ -206,7 +220,7 @@ class Up:
             port = self._router_port if planned.name == MAIN_ROUTER else None
             return serve_spec(planned, self._settings, port, instance_id, self._folder / "tmp")
 
-        return Slot(planned.name, make_spec, self._log(planned.name), is_own=planned.stage == "scaler")
+        return Slot(planned.name, make_spec, self._log(planned.name), planned.stage == "scaler", planned.instances)
 
     def _log(self, name: str) -> ChildLog:
         is_chosen = "log_level" in self._settings.model_fields_set
@@ -218,8 +232,7 @@ class Up:
         how = f"signal {-status}" if status < 0 else f"status {status}"
         is_tried_again = slot.name == EmbeddedValkey.name and len(slot.crashes_s) + 1 < NUM_PORT_TRIES
         if not self._is_ready and not is_tried_again and not self._failed.done():
-            last = "\n  ".join(slot.log.last_lines) or "(it printed nothing)"
-            self._failed.set_result(f"{slot.name} ended with {how} before it was ready; its last lines:\n  {last}")
+            self._failed.set_result(_why(slot, how))
         elif status != 0:
             self._options.tell(f"{slot.name} ended with {how}")
 
@@ -231,7 +244,7 @@ class Up:
 
     async def _until_ready(self, presence: Presence) -> str:
         """The router's URL, once it says that all stages are there."""
-        expected = {slot.name for slot in self._slots}
+        expected = {name for slot in self._slots for name in slot.instances}
         async with httpx.AsyncClient(timeout=PROBE_TIMEOUT_S, trust_env=False) as client:
             while True:
                 url = presence.url_of(MAIN_ROUTER)
@@ -254,6 +267,7 @@ class Up:
             redis_url=self._settings.redis_url,
             model=model.name if model is not None else self._settings.model_name,
             random_weights=model is not None and model.random_weights,
+            emulation=None if model is None else model.emulation,
         )
 
     def _tell_ready(self, info: UpInfo) -> None:
@@ -262,6 +276,7 @@ class Up:
             sys.stdout.flush()
             return
         note = " (random weights: the answers are noise)" if info.random_weights else ""
+        note = f" ({info.emulation}: the answers are noise)" if info.emulation is not None else note
         body = f'{{"model": "{info.model}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
         sys.stdout.write(
             f"\nTriptych serves {info.model}{note}\n"

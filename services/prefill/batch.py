@@ -68,7 +68,7 @@ class PrefillBatch:
         for job, _ in batch:
             job.is_in_step = True
         try:
-            outcomes = await self._context.thread.run(self._compute, batch)
+            outcomes = await self._context.compute(self._compute, batch)
         finally:
             for job, _ in batch:
                 job.is_in_step = False

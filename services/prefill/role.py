@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-
-import torch
+from typing import TYPE_CHECKING
 
 from triptych.services.prefill.batch import PrefillBatch, PrefillJob
 from triptych.services.prefill.checks import check_request, token_ids_of
@@ -20,6 +19,9 @@ from triptych.shared.errors import InternalError
 from triptych.shared.instance_info import StageLoad
 from triptych.shared.messages import InstanceRequest, PrefillReply, PrefillRequest, StageTime, TensorRef
 from triptych.shared.policies.batching import finish_reason
+
+if TYPE_CHECKING:  # only named, never computed with: emulated instances run without torch
+    import torch
 
 
 class PrefillRole:

@@ -10,15 +10,17 @@ import asyncio
 import time
 from dataclasses import replace
 
-import torch
 from fastapi import FastAPI
 
+from triptych.cache.keys import NUM_CHANNELS
 from triptych.services.preprocess.decode import DecodeOptions
 from triptych.services.preprocess.decode_pool import DecodePool, TimedImage
+from triptych.services.preprocess.emulated import EmulatedDecoder
 from triptych.services.preprocess.fetch import MediaFetcher
 from triptych.services.preprocess.media import MediaBuffer, MediaStore
 from triptych.services.preprocess.uploads import Uploads
-from triptych.shared.checkpoint import Checkpoint, open_checkpoint
+from triptych.shared.checkpoint import Checkpoint
+from triptych.shared.emulation import open_model
 from triptych.shared.errors import BadRequest, DeadlineExceeded, InternalError, Overloaded
 from triptych.shared.instance_info import ModelCard, Resources, StageLoad
 from triptych.shared.messages import (
@@ -39,7 +41,8 @@ from triptych.shared.messages import (
 from triptych.shared.request_tasks import RequestTasks
 from triptych.shared.service import Report, ServiceApp, ServiceContext
 from triptych.shared.settings import Settings
-from triptych.shared.transport.transport import InstanceTransport
+from triptych.shared.transport.api import Transport
+from triptych.shared.transport.opening import open_transport
 
 
 class PreprocessService:
@@ -56,27 +59,19 @@ class PreprocessService:
         self._context: ServiceContext
         self._checkpoint: Checkpoint
         self._options: DecodeOptions
-        self._transport: InstanceTransport
-        self._pool: DecodePool
+        self._transport: Transport
+        self._pool: DecodePool | EmulatedDecoder
         self._fetcher: MediaFetcher
 
     async def start(self, context: ServiceContext) -> None:
         settings = self._settings
         self._context = context
         self._tasks.has_ended = context.registry.has_ended
-        self._checkpoint = await asyncio.to_thread(open_checkpoint, settings.model, settings.model_name)
+        self._checkpoint = await asyncio.to_thread(open_model, settings)
         self._options = DecodeOptions(self._checkpoint.image, self._checkpoint.revision, settings.max_image_pixels)
-        self._pool = DecodePool(settings)
+        self._pool = EmulatedDecoder(settings) if settings.emulate else DecodePool(settings)
         self._fetcher = _fetcher(settings)
-        self._transport = InstanceTransport(
-            context.instance_id,
-            control=context.bus,
-            bind_host=context.bind_host,
-            capacity_bytes=settings.tensor_store_bytes,
-            mode=settings.transport,
-            transfer_timeout_s=settings.transfer_timeout_s,
-        )
-        await self._transport.start()
+        self._transport = await open_transport(context)
         context.registry.on_lost(self._transport.forget_peer)
         Uploads(self._tasks, self._store, settings.request_timeout_s, self._lease_blob, self._refuse_new).add_routes(self.app)
 
@@ -126,8 +121,8 @@ class PreprocessService:
     async def _lease(self, timed: TimedImage, request: PreprocessRequest, transfer_s: float) -> PreprocessReply:
         begun_at_s = time.monotonic()
         info = timed.image.info
-        pixels = torch.frombuffer(timed.image.pixels, dtype=torch.uint8).view(info.height, info.width, 3)
-        ref = await self._transport.put(pixels, request.request_id, request.timeout_s)
+        shape = (info.height, info.width, NUM_CHANNELS)
+        ref = await self._transport.put_bytes(timed.image.pixels, shape, request.request_id, request.timeout_s)
         return PreprocessReply(info, ref, self._time(timed, transfer_s, time.monotonic() - begun_at_s))
 
     def _time(self, timed: TimedImage, transfer_s: float, put_s: float) -> StageTime:
@@ -148,8 +143,7 @@ class PreprocessService:
         return buffer
 
     async def _lease_blob(self, blob: bytearray, request_id: RequestId) -> TensorRef:
-        tensor = torch.frombuffer(blob, dtype=torch.uint8)
-        return await self._transport.put(tensor, request_id, self._settings.request_timeout_s)
+        return await self._transport.put_bytes(blob, (len(blob),), request_id, self._settings.request_timeout_s)
 
     def _refuse_new(self) -> None:
         """Raises Overloaded while draining, or when too much is under way."""
@@ -190,7 +184,7 @@ class PreprocessService:
     def _model_card(self) -> ModelCard:
         checkpoint = self._checkpoint
         longest = min(self._settings.max_model_len or checkpoint.max_position_embeddings, checkpoint.max_position_embeddings)
-        return ModelCard(checkpoint.name, checkpoint.revision, longest, checkpoint.random_weights)
+        return checkpoint.card(longest)
 
     def is_idle(self) -> bool:
         """Leased pixels count: an encoder still has to pull them."""

@@ -91,6 +91,15 @@ def canonical_rgb(encoded: bytes, options: DecodeOptions, param: str) -> Image.I
             raise BadRequest(BROKEN_TEXT, code="invalid_image", param=param) from error
 
 
+def picture_size(encoded: bytes, options: DecodeOptions, param: str) -> tuple[int, int]:
+    """Width and height of a picture as its header tells them. Raises as decode_image, but for what is wrong with the pixels."""
+    if not encoded:
+        raise BadRequest(EMPTY_TEXT, code="invalid_image", param=param)
+    with _open(encoded, param) as image:
+        _check_size(image.width, image.height, options, param)
+        return image.width, image.height
+
+
 def _open(encoded: bytes, param: str) -> ImageFile.ImageFile:
     try:
         image = Image.open(io.BytesIO(encoded), formats=FORMATS)

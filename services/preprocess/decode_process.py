@@ -36,10 +36,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DecodedImage:
-    """pixels: uint8 [height, width, 3] after the model's resize, in memory that is freed with this."""
+    """pixels: uint8 [height, width, 3] after the model's resize, in memory that is freed with this; none of an emulated one."""
 
     info: ImageInfo
-    pixels: mmap.mmap
+    pixels: mmap.mmap | bytes
 
 
 class _WorkerLostError(Exception):

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import structlog
 from fastapi import FastAPI, Request, Response
 
@@ -32,9 +33,10 @@ from triptych.services.router.token_streams import TokenStreams
 from triptych.services.router.token_texts import TokenTexts
 from triptych.services.router.tokenizing import answer_quickly, detokenize, tokenize
 from triptych.services.router.uploads import Uploader
-from triptych.shared.checkpoint import Checkpoint, open_checkpoint
+from triptych.shared.checkpoint import Checkpoint
+from triptych.shared.emulation import open_model
 from triptych.shared.errors import InternalError, Overloaded
-from triptych.shared.instance_info import ModelCard, StageLoad
+from triptych.shared.instance_info import StageLoad
 from triptych.shared.messages import FinishReason, InstanceId, InstanceRequest, Message, ReleaseRequest, Service, stream_subject
 from triptych.shared.service import Report, ServiceApp, ServiceContext
 from triptych.shared.settings import Settings
@@ -80,7 +82,7 @@ class RouterService:
     async def start(self, context: ServiceContext) -> None:
         """Opens the checkpoint and listens for tokens; stages may come later."""
         loop = asyncio.get_running_loop()
-        checkpoint = await loop.run_in_executor(self._workers, open_checkpoint, self._settings.model, self._settings.model_name)
+        checkpoint = await loop.run_in_executor(self._workers, open_model, self._settings)
         prompts = await loop.run_in_executor(self._workers, PromptBuilder, checkpoint)
         book = LoadBook(context.registry, checkpoint.revision, self._settings.block_size)
         dispatcher = Dispatcher(context.registry, book, self._settings.stage_wait_s)
@@ -117,8 +119,7 @@ class RouterService:
         """Requests inside, arriving ones included, as the stage `router`."""
         if self._running is None:
             return Report()
-        checkpoint = self._running.checkpoint
-        card = ModelCard(checkpoint.name, checkpoint.revision, self.max_model_len(), checkpoint.random_weights)
+        card = self._running.checkpoint.card(self.max_model_len())
         return Report(loads=(StageLoad("router", num_running=len(self._inflight)),), model=card)
 
     def on_router_lost(self, router_id: InstanceId) -> None:
@@ -198,8 +199,14 @@ class RouterService:
                 "created": 0,
                 "owned_by": "triptych",
                 "max_model_len": self.max_model_len(),
+                **self.emulation(),
             }
         ]
+
+    def emulation(self) -> dict[str, Any]:
+        """What every answer about this server says when its GPUs are emulated."""
+        emulation = self._running.checkpoint.emulation if self._running is not None else None
+        return {} if emulation is None else {"emulated": msgspec.structs.asdict(emulation)}
 
     def readiness(self) -> tuple[bool, dict[str, Any]]:
         """Whether every stage has an instance and we take requests; status and the instances per stage."""

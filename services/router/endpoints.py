@@ -35,6 +35,8 @@ class RouterView(Protocol):
 
     def readiness(self) -> tuple[bool, dict[str, Any]]: ...
 
+    def emulation(self) -> dict[str, Any]: ...
+
     def new_request_id(self) -> str: ...
 
 
@@ -67,13 +69,13 @@ def add_endpoints(app: FastAPI, router: RouterView) -> None:
                 return found
         raise BadRequest("there is no such model here", code="model_not_found", status=404, param="model")
 
-    async def version() -> dict[str, str]:
-        return {"version": metadata.version("triptych")}
+    async def version() -> dict[str, Any]:
+        return {"version": metadata.version("triptych"), **router.emulation()}
 
     async def ready() -> JSONResponse:
         """200 when every stage has an instance and requests are taken; the instances per stage either way."""
         is_ready, body = router.readiness()
-        return JSONResponse(body, status_code=200 if is_ready else 503)
+        return JSONResponse({**body, **router.emulation()}, status_code=200 if is_ready else 503)
 
     _add_post(app, "/v1/chat/completions", chat_completions, ChatCompletionRequest)
     _add_post(app, "/v1/completions", completions, CompletionRequest)

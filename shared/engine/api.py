@@ -1,23 +1,25 @@
 """What an engine is to the roles: encode images, run a batch of sequence chunks, export and import KV blocks.
 
 Engines are synchronous and single-threaded: the instance host calls them on its one engine thread. Roles own the queues
-and the `Sequence` objects; the engine owns weights and the KV cache. Implementations: torch_engine.py; later emulated.
+and the `Sequence` objects; the engine owns weights and the KV cache. Implementations: torch_engine.py, emulated.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from triptych.shared.engine.paged_kv import BlockPool
-from triptych.shared.engine.penalties import TokenCounts
 from triptych.shared.image_info import ImageInfo
 from triptych.shared.instance_info import ModelCard
 from triptych.shared.messages import RequestId
 from triptych.shared.sampling_params import SamplingParams, TokenLogprobs
+
+if TYPE_CHECKING:  # only named, never computed with: emulated instances run without torch
+    import torch
+
+    from triptych.shared.engine.penalties import TokenCounts
 
 
 @dataclass(slots=True)
@@ -101,7 +103,7 @@ class Engine(Protocol):
         ...
 
     def export_blocks(self, block_ids: Seq[int], out: torch.Tensor | None = None) -> torch.Tensor:
-        """A contiguous copy, [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim], into `out` when given."""
+        """A contiguous copy, [num_layers, num_blocks, 2, num_kv_heads, block_size, head_dim], into `out` when given."""
         ...
 
     def import_blocks(self, blocks: torch.Tensor, block_ids: Seq[int]) -> None:

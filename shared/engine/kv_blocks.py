@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from triptych.shared.engine.api import Engine, Sequence
 from triptych.shared.errors import InstanceLost
 from triptych.shared.messages import KvRef, TensorId
 from triptych.shared.policies.batching import num_blocks_for
 from triptych.shared.transport.api import Transport
+
+if TYPE_CHECKING:  # only named, never computed with: emulated instances run without torch
+    import torch
 
 
 @dataclass(slots=True, eq=False)

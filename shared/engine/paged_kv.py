@@ -7,6 +7,7 @@ free + cached + leased + used == total. Not thread-safe: one thread (the event l
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
@@ -99,15 +100,15 @@ class BlockPool:
         Raises:
             InternalError: they disagree.
         """
-        counted: dict[Holder | None, int] = dict.fromkeys((*_HOLDERS, None), 0)
-        for block_id in range(self.num_blocks):
-            counted[self._holder_of(block_id)] += 1
+        counts = [self._ref_cnt[holder] for holder in _HOLDERS]
+        holder_of = ["use" if u else "lease" if v else "cache" if w else None for u, v, w in zip(*counts, strict=True)]
+        counted = Counter(holder_of)
         free = set(self._free)
-        if len(free) != len(self._free) or any(self._holder_of(block_id) is not None for block_id in free):
+        if len(free) != len(self._free) or any(holder_of[block_id] is not None for block_id in free):
             raise InternalError("the list of free KV blocks has a block twice, or one that is held")
         if counted[None] != len(free) or any(counted[holder] != self._num_held[holder] for holder in _HOLDERS):
             raise InternalError(f"KV block counts disagree: {counted} counted, {self._num_held} and {len(free)} free kept")
-        if any(count < 0 for counts in self._ref_cnt.values() for count in counts):
+        if any(min(count) < 0 for count in counts):
             raise InternalError("a KV block has a negative reference count")
 
     def _holder_of(self, block_id: int) -> Holder | None:

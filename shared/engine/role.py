@@ -9,13 +9,12 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from triptych.shared.engine.api import Engine
+from triptych.shared.engine.health import EngineHealth
 from triptych.shared.engine.kv_blocks import KvBlocks
-from triptych.shared.engine.thread import EngineThread
+from triptych.shared.engine.thread import EngineCalls
 from triptych.shared.errors import DeadlineExceeded, InstanceLost, Overloaded
 from triptych.shared.instance_info import StageLoad, TransportAddress
 from triptych.shared.messages import Event, InstanceId, InstanceRequest, Message, TensorRef
@@ -23,6 +22,10 @@ from triptych.shared.request_tasks import RequestTasks
 from triptych.shared.settings import Settings
 from triptych.shared.transport.api import Transport
 
+if TYPE_CHECKING:  # only named, never computed with: emulated instances run without torch
+    import torch
+
+B = TypeVar("B")
 T = TypeVar("T")
 
 MAX_PULLS = 8  # chosen: pulls of one role at once; one saturates the loopback, more hide the control messages' round trips
@@ -32,18 +35,27 @@ LEASE_GRACE_S = 5.0  # chosen: a lease outlives its request's deadline by this, 
 @dataclass(frozen=True, slots=True)
 class HostContext:
     """What a role works with. max_model_len: longest prompt + output in tokens that model, KV pool and store allow.
-    peer_address: how to reach an instance's tensors, None when it is not known (any more); may wait for its first heartbeat."""
+    peer_address: how to reach an instance's tensors, None when it is not known (any more); may wait for its first heartbeat.
+    host_memory: a new tensor outside of the accelerator, not initialised."""
 
     settings: Settings
     instance_id: InstanceId
     engine: Engine
-    thread: EngineThread
+    thread: EngineCalls
+    health: EngineHealth
     kv: KvBlocks
     transport: Transport
     tasks: RequestTasks
     max_model_len: int
     peer_address: Callable[[InstanceId], Awaitable[TransportAddress | None]]
     publish_event: Callable[[str, Event], Awaitable[None]]
+    host_memory: Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+
+    async def compute(self, call: Callable[[B], list[T]], batch: B) -> list[T]:
+        """call(batch) as an engine call; what came of each item, results and exceptions."""
+        outcomes = await self.thread.run(call, batch)
+        self.health.note(outcomes)
+        return outcomes
 
     async def pull(self, ref: TensorRef) -> torch.Tensor:
         """A peer's tensor, which the peer drops; one of our own without copying, to be released after use.

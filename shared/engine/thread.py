@@ -5,21 +5,32 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
+class EngineCalls(Protocol):
+    """Calls of one engine: one after the other, in the order they were asked for."""
+
+    async def run(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """fn(*args), off the event loop's time. When the caller is cancelled, a call that already runs is waited for before
+        CancelledError goes on: whatever it touches may be freed only then."""
+        ...
+
+    def close(self) -> None:
+        """Drop what has not begun and wait for what runs."""
+        ...
+
+
 class EngineThread:
-    """Calls run one after the other, in the order they were asked for."""
+    """Implements EngineCalls, on a thread of its own."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
 
     async def run(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """fn(*args) on the engine thread. When the caller is cancelled, a call that already runs is waited for before
-        CancelledError goes on: whatever it touches may be freed only then."""
         call = self._executor.submit(fn, *args, **kwargs)
         future = asyncio.wrap_future(call)
         try:
@@ -30,7 +41,6 @@ class EngineThread:
             raise
 
     def close(self) -> None:
-        """Drop what has not begun and wait for what runs."""
         self._executor.shutdown(wait=True, cancel_futures=True)
 
 

@@ -6,10 +6,9 @@ shared memory or torch.distributed, never through the bus. All methods are for t
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from triptych.shared.instance_info import TransportAddress
 from triptych.shared.messages import (
@@ -25,6 +24,11 @@ from triptych.shared.messages import (
     TensorId,
     TensorRef,
 )
+
+if TYPE_CHECKING:  # only named, never computed with: emulated instances run without torch
+    import torch
+
+Buffer = bytes | bytearray | mmap.mmap
 
 
 class ControlPlane(Protocol):
@@ -48,6 +52,10 @@ class Transport(Protocol):
         Raises:
             Overloaded: the store stays full (it refuses, never grows).
         """
+        ...
+
+    async def put_bytes(self, data: Buffer, shape: tuple[int, ...], request_id: RequestId, lease_s: float) -> TensorRef:
+        """Copy bytes into the store, as a uint8 tensor. Raises as `put` does."""
         ...
 
     async def put_lazy(

@@ -18,9 +18,10 @@ import secrets
 import torch
 
 from triptych.shared.messages import TensorId
-from triptych.shared.transport.allocator import ALIGN_BYTES, FirstFit
+from triptych.shared.transport.allocator import FirstFit
+from triptych.shared.transport.layout import copy_into, shaped
+from triptych.shared.transport.memory import STAMP_BYTES, num_bytes_of
 
-STAMP_BYTES = ALIGN_BYTES
 TOKEN_BYTES = 32
 KEEP_WARM_BYTES = 32 << 20  # chosen: pages that an idle arena keeps; the rest goes back to the system
 
@@ -31,7 +32,7 @@ def stamp_of(tensor_id: TensorId) -> bytes:
 
 
 class Arena:
-    """Allocates and views ranges; offsets are of a range's data, counted from the start of the file."""
+    """Implements `TensorMemory`; offsets are counted from the start of the file."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self.allocator = FirstFit(capacity_bytes)
@@ -47,16 +48,7 @@ class Arena:
         self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
         self._map[:TOKEN_BYTES] = self.token.encode()
 
-    @property
-    def capacity_bytes(self) -> int:
-        return self.allocator.capacity_bytes
-
-    @property
-    def used_bytes(self) -> int:
-        return self.allocator.used_bytes
-
     def allocate(self, num_bytes: int) -> int | None:
-        """Offset of num_bytes of data, or None when there is no room."""
         start = self.allocator.allocate(STAMP_BYTES + num_bytes)
         if start is None:
             return None
@@ -64,11 +56,9 @@ class Arena:
         return mmap.PAGESIZE + start + STAMP_BYTES
 
     def stamp(self, offset: int, tensor_id: TensorId) -> None:
-        """Mark the data at offset as complete and of this tensor."""
         self._map[offset - STAMP_BYTES : offset] = stamp_of(tensor_id)
 
     def free(self, offset: int) -> None:
-        """Give back the range at offset."""
         self._map[offset - STAMP_BYTES : offset] = bytes(STAMP_BYTES)
         self.allocator.free(offset - STAMP_BYTES - mmap.PAGESIZE)
 
@@ -76,9 +66,15 @@ class Arena:
         """The data at offset as 1-D uint8; valid until it is freed."""
         return self._bytes[offset : offset + num_bytes]
 
+    def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return shaped(self.view(offset, num_bytes_of(shape, dtype)), shape, dtype)
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        copy_into(destination, source)
+
     def trim(self) -> None:
-        """Return an idle arena's pages to the system, except the first KEEP_WARM_BYTES."""
-        if self.used_bytes or self._high_bytes <= KEEP_WARM_BYTES:
+        """The pages go back, except the first KEEP_WARM_BYTES."""
+        if self.allocator.used_bytes or self._high_bytes <= KEEP_WARM_BYTES:
             return
         start = mmap.PAGESIZE + KEEP_WARM_BYTES
         self._map.madvise(mmap.MADV_REMOVE, start, len(self._map) - start)

@@ -1,50 +1,16 @@
-"""How a tensor lies in bytes: dtype names on the wire, sizes, views of raw bytes, plain copies. No I/O."""
+"""How a torch tensor lies in bytes: dtypes by name, views of raw bytes, plain copies. No I/O."""
 
 from __future__ import annotations
-
-import math
 
 import numpy as np
 import torch
 
 from triptych.shared.errors import InternalError
 from triptych.shared.messages import TensorRef
+from triptych.shared.transport.memory import DTYPE_NAMES, num_bytes_of
 
-DTYPES: dict[str, torch.dtype] = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.uint8,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-        torch.bool,
-    )
-}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in sorted(DTYPE_NAMES)}
 MAX_TENSOR_BYTES = 8 << 30  # chosen: far above any tensor of ours; a bound for what a message can make us allocate
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Name on the wire.
-
-    Raises:
-        InternalError: not a dtype that travels.
-    """
-    name = str(dtype).removeprefix("torch.")
-    if name not in DTYPES:
-        raise InternalError(f"dtype {name} cannot be transferred", code="tensor_mismatch")
-    return name
-
-
-def num_bytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Bytes of a contiguous tensor."""
-    if any(size < 0 for size in shape):
-        raise InternalError("a tensor's shape has a negative size", code="tensor_mismatch")
-    return math.prod(shape) * dtype.itemsize
 
 
 def checked_dtype(ref: TensorRef) -> torch.dtype:

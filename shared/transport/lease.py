@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from triptych.shared.errors import InstanceLost, InternalError, Overloaded
 from triptych.shared.messages import InstanceId, PullRequest, RequestId, TensorId
-from triptych.shared.transport.layout import dtype_name
+from triptych.shared.transport.memory import dtype_name
+
+if TYPE_CHECKING:  # only named, never computed with: emulated instances run without torch
+    import torch
 
 MAX_PULLS = 64  # chosen: pulls of one tensor at once; each is of another instance or a retry
 

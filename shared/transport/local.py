@@ -8,7 +8,7 @@ from concurrent.futures import Executor
 import torch
 
 from triptych.shared.messages import PullRequest
-from triptych.shared.transport.layout import copy_into, shaped
+from triptych.shared.transport.layout import copy_into
 from triptych.shared.transport.lease import PullKey
 from triptych.shared.transport.store import INLINE_COPY_BYTES, TensorStore
 
@@ -20,7 +20,7 @@ async def pull_local(
     lease = await store.begin_pull(message)
     is_copied = False
     try:
-        source = shaped(store.view(lease), lease.shape, lease.dtype)
+        source = store.tensor(lease)
         if lease.num_bytes <= INLINE_COPY_BYTES:
             copy_into(destination, source)
         else:

@@ -1,4 +1,4 @@
-"""Waiting for room in the arena: first come, first served, a bounded number of waiters, a bounded time. Never grows."""
+"""Waiting for room in a store's memory: first come, first served, a bounded number of waiters, a bounded time. Never grows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from triptych.shared.errors import Overloaded
-from triptych.shared.transport.arena import STAMP_BYTES, Arena
+from triptych.shared.transport.memory import STAMP_BYTES, TensorMemory
 
 MAX_WAITERS = 256  # chosen: several times the requests that one instance works on at once
 
@@ -19,10 +19,10 @@ class _Waiter:
 
 
 class Room:
-    """Hands out ranges of an arena. A large waiter at the head holds back smaller ones: none starves."""
+    """Hands out ranges of a memory. A large waiter at the head holds back smaller ones: none starves."""
 
-    def __init__(self, arena: Arena) -> None:
-        self._arena = arena
+    def __init__(self, memory: TensorMemory) -> None:
+        self._memory = memory
         self._waiters: deque[_Waiter] = deque()
 
     @property
@@ -35,9 +35,9 @@ class Room:
         Raises:
             Overloaded: no room within wait_s, too many waiters, or larger than the whole arena.
         """
-        if num_bytes + STAMP_BYTES > self._arena.capacity_bytes:
+        if num_bytes + STAMP_BYTES > self._memory.allocator.capacity_bytes:
             raise Overloaded("a tensor is larger than the whole tensor store", code="tensor_too_large", retry_after_s=None)
-        offset = None if self._waiters else self._arena.allocate(num_bytes)
+        offset = None if self._waiters else self._memory.allocate(num_bytes)
         if offset is not None:
             return offset
         if len(self._waiters) >= MAX_WAITERS or wait_s <= 0:
@@ -55,7 +55,7 @@ class Room:
 
     def give_back(self, offset: int) -> None:
         """Free a range and serve the waiters that now fit."""
-        self._arena.free(offset)
+        self._memory.free(offset)
         self._serve()
 
     def close(self) -> None:
@@ -69,7 +69,7 @@ class Room:
         while self._waiters:
             waiter = self._waiters[0]
             if not waiter.granted.done():
-                offset = self._arena.allocate(waiter.num_bytes)
+                offset = self._memory.allocate(waiter.num_bytes)
                 if offset is None:
                     return
                 waiter.granted.set_result(offset)

@@ -20,9 +20,10 @@ import torch
 from triptych.shared.errors import InternalError
 from triptych.shared.instance_info import TransportAddress
 from triptych.shared.messages import InstanceId, TensorId
-from triptych.shared.transport.arena import STAMP_BYTES, TOKEN_BYTES, stamp_of
+from triptych.shared.transport.arena import TOKEN_BYTES, stamp_of
 from triptych.shared.transport.layout import raw_bytes
 from triptych.shared.transport.lease import tensor_gone
+from triptych.shared.transport.memory import STAMP_BYTES
 
 MAX_PEERS = 1024  # chosen: mapped peers; the oldest is forgotten
 _ARENA_PATH = re.compile(r"/proc/\d+/fd/\d+")  # the only paths that a peer can make us open

@@ -1,4 +1,4 @@
-"""Leased tensors of one instance, in its arena: bounded, refuses when full, frees after the last pull.
+"""Leased tensors of one instance, in its memory: bounded, refuses when full, frees after the last pull.
 
 A lease ends by release, by its request's release, by PullDone(release), or by expiry; its room is freed at once, or, when
 it is being pulled, after the last of its pulls is done, given up by deadline, or dropped with its puller. Loop-only:
@@ -15,15 +15,16 @@ import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor
-
-import torch
+from typing import TYPE_CHECKING
 
 from triptych.shared.errors import DeadlineExceeded, InternalError, Overloaded, TriptychError
 from triptych.shared.messages import InstanceId, PullRequest, RequestId, TensorId, TensorRef
-from triptych.shared.transport.arena import Arena
-from triptych.shared.transport.layout import copy_into, dtype_name, num_bytes_of, shaped
 from triptych.shared.transport.lease import Lease, PullKey, tensor_gone
+from triptych.shared.transport.memory import TensorMemory, dtype_name, num_bytes_of
 from triptych.shared.transport.room import Room
+
+if TYPE_CHECKING:  # only named, never computed with: emulated instances run without torch
+    import torch
 
 PUT_WAIT_S = 5.0  # chosen: longer than a consumer takes to pull, shorter than a client's patience
 MAX_LEASES = 65_536  # chosen: bounds what zero-size and lazy tensors, which take no room, can use
@@ -35,13 +36,15 @@ log = logging.getLogger(__name__)
 class TensorStore:
     """See the module. `transfer_timeout_s` bounds how long any pull may pin a tensor."""
 
-    def __init__(self, owner: InstanceId, arena: Arena, copies: Executor, writers: Executor, transfer_timeout_s: float) -> None:
+    def __init__(
+        self, owner: InstanceId, memory: TensorMemory, copies: Executor, writers: Executor, transfer_timeout_s: float
+    ) -> None:
         self._owner = owner
-        self._arena = arena
+        self._memory = memory
         self._copies = copies
         self._writers = writers
         self._transfer_timeout_s = transfer_timeout_s
-        self._room = Room(arena)
+        self._room = Room(memory)
         self._leases: dict[TensorId, Lease] = {}
         self._by_request: dict[RequestId, set[TensorId]] = {}
         self._ending: dict[TensorId, Lease] = {}  # ended, still pinned
@@ -61,7 +64,7 @@ class TensorStore:
         lease = self._new_lease(shape, tensor.dtype, request_id)
         lease.offset = await self._room.take(lease.num_bytes, min(lease_s, PUT_WAIT_S))
         copies = None if lease.num_bytes <= INLINE_COPY_BYTES else self._copies
-        await self._fill(lease, lambda destination: copy_into(destination, tensor), copies)
+        await self._fill(lease, lambda destination: self._memory.copy(destination, tensor), copies)
         return self._add(lease, lease_s)
 
     async def put_lazy(
@@ -83,7 +86,7 @@ class TensorStore:
         lease = self._leases.get(tensor_id)
         if lease is None or lease.materialize is not None:
             raise tensor_gone()
-        return shaped(self.view(lease), lease.shape, lease.dtype)
+        return self.tensor(lease)
 
     def release(self, tensor_id: TensorId) -> None:
         """End one lease. Idempotent."""
@@ -101,12 +104,12 @@ class TensorStore:
         for lease in [lease for lease in self._leases.values() if lease.deadline_s <= now_s]:
             self._end(lease)
         if not self._leases and not self._ending:
-            self._arena.trim()
+            self._memory.trim()
 
     # --- the consumer's side ---------------------------------------------------------------------------------------------
 
     async def begin_pull(self, message: PullRequest) -> Lease:
-        """Pin a tensor for one transfer until `end_pull`; a lazy one is written into the arena first.
+        """Pin a tensor for one transfer until `end_pull`; a lazy one is written into the memory first.
 
         Raises:
             InstanceLost: not held (code tensor_gone).
@@ -142,12 +145,12 @@ class TensorStore:
         lease = self._leases.get(tensor_id) or self._ending.get(tensor_id)
         return lease is not None and key in lease.pulls
 
-    def view(self, lease: Lease) -> torch.Tensor:
-        """The bytes of a pinned lease, 1-D uint8."""
-        return self._arena.view(self.offset_of(lease), lease.num_bytes)
+    def tensor(self, lease: Lease) -> torch.Tensor:
+        """The tensor of a pinned lease, not to be written."""
+        return self._memory.tensor(self.offset_of(lease), lease.shape, lease.dtype)
 
     def offset_of(self, lease: Lease) -> int:
-        """Where a pinned lease lies in the arena."""
+        """Where a pinned lease lies in the memory."""
         if lease.offset is None:
             raise tensor_gone()
         return lease.offset
@@ -165,7 +168,8 @@ class TensorStore:
 
     def usage(self) -> tuple[int, int, int]:
         """Bytes in use, capacity in bytes, leases held (ended ones that are still being pulled included)."""
-        return self._arena.used_bytes, self._arena.capacity_bytes, len(self._leases) + len(self._ending)
+        allocator = self._memory.allocator
+        return allocator.used_bytes, allocator.capacity_bytes, len(self._leases) + len(self._ending)
 
     def check_integrity(self) -> None:
         """free + used == capacity without overlap, every range has an owner, both indexes agree.
@@ -173,9 +177,9 @@ class TensorStore:
         Raises:
             AssertionError: with what is wrong.
         """
-        self._arena.allocator.check_integrity()
+        self._memory.allocator.check_integrity()
         offsets = [lease.offset for lease in (*self._leases.values(), *self._ending.values()) if lease.offset is not None]
-        num_ranges = self._arena.allocator.num_ranges
+        num_ranges = self._memory.allocator.num_ranges
         if len(set(offsets)) != len(offsets) or (not self._writing and len(offsets) != num_ranges):
             raise AssertionError(f"{len(offsets)} leases in {num_ranges} ranges")
         if {tensor_id for ids in self._by_request.values() for tensor_id in ids} != self._leases.keys():
@@ -193,7 +197,7 @@ class TensorStore:
         deadline_s = time.monotonic() + self._transfer_timeout_s
         while self._writing and time.monotonic() < deadline_s:
             await asyncio.wait(self._writing, timeout=deadline_s - time.monotonic())
-        self._arena.close()
+        self._memory.close()
 
     # --- inside ----------------------------------------------------------------------------------------------------------
 
@@ -216,13 +220,13 @@ class TensorStore:
     async def _fill(self, lease: Lease, write: Callable[[torch.Tensor], None], threads: Executor | None) -> None:
         """Write a lease's range, here when threads is None. The range is given back when that fails, and when the caller
         is cancelled, after the thread is done with it."""
-        destination = shaped(self.view(lease), lease.shape, lease.dtype)
+        destination = self.tensor(lease)
         try:
             if threads is None:
                 write(destination)
             else:
                 await self._in_thread(threads, lambda: write(destination))
-            self._arena.stamp(self.offset_of(lease), lease.tensor_id)
+            self._memory.stamp(self.offset_of(lease), lease.tensor_id)
         except BaseException:
             self._free_room(lease)
             raise

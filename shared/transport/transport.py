@@ -28,7 +28,7 @@ from triptych.shared.messages import (
     TensorId,
     TensorRef,
 )
-from triptych.shared.transport.api import ControlPlane
+from triptych.shared.transport.api import Buffer, ControlPlane
 from triptych.shared.transport.arena import Arena
 from triptych.shared.transport.layout import checked_dtype
 from triptych.shared.transport.lease import PullKey
@@ -90,6 +90,9 @@ class InstanceTransport:
 
     async def put(self, tensor: torch.Tensor, request_id: RequestId, lease_s: float) -> TensorRef:
         return await self._store.put(tensor, request_id, lease_s)
+
+    async def put_bytes(self, data: Buffer, shape: tuple[int, ...], request_id: RequestId, lease_s: float) -> TensorRef:
+        return await self.put(torch.frombuffer(data, dtype=torch.uint8).view(shape), request_id, lease_s)
 
     async def put_lazy(
         self,
@@ -182,7 +185,9 @@ class InstanceTransport:
         try:
             if lease.num_bytes:
                 timeout_s = min(message.timeout_s, self._transfer_timeout_s)
-                await self._pullers.send(message, lambda: self._store.view(lease), timeout_s)
+                await self._pullers.send(
+                    message, lambda: self._arena.view(self._store.offset_of(lease), lease.num_bytes), timeout_s
+                )
         except BaseException:
             self._spawn(self._finish(message.tensor_id, key))
             raise

@@ -37,9 +37,18 @@ def test_counts_and_colocation() -> None:
     assert {"router-1", "encoder-2"} <= set(names)
     assert len(names) == 9
     colocated = Counts(colocated=True)
-    assert PlannedSlot("instance-0", "encoder,prefill,decode") in plan_slots(colocated)
+    assert PlannedSlot("instance-0", "encoder,prefill,decode", ("instance-0",)) in plan_slots(colocated)
     assert len(plan_slots(colocated)) == 4
     assert (num_engine_instances(Counts(encoder=2)), num_engine_instances(colocated)) == (4, 1)
+
+
+def test_emulated_instances_share_a_process() -> None:
+    slots = plan_slots(Counts(encoder=2, decode=100), is_emulated=True)
+    assert [slot.name for slot in slots] == ["emulated-0", "router-0", "scaler-0"]
+    assert slots[0].stage == "encoder=2,prefill=1,decode=100,preprocess=1"
+    assert slots[0].instances[:3] == ("encoder-0", "encoder-1", "prefill-0")
+    assert len(slots[0].instances) == 104
+    assert plan_slots(Counts(colocated=True), is_emulated=True)[0].stage == "instance=1,preprocess=1"
 
 
 @pytest.mark.parametrize("count", [0, -1, MAX_PER_STAGE + 1])
@@ -62,7 +71,7 @@ def test_children_get_the_same_settings(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_command_line_of_a_stage() -> None:
-    slot = PlannedSlot("router-0", "router")
+    slot = PlannedSlot("router-0", "router", ("router-0",))
     spec = serve_spec(slot, Settings(model="m"), 0, InstanceId("router-0-abc"), Path("/t"))
     expected = ("serve", "router", "--name", "router-0", "--instance-id", "router-0-abc", "--port", "0")
     assert spec.command == (sys.executable, "-m", "triptych.services.cli", *expected)

@@ -45,7 +45,7 @@ async def test_first_come_first_served_large_before_small(room: Room, arena: Are
     assert not small.done()
     room.give_back(offset)
     room.give_back(await small)
-    assert arena.used_bytes == 0
+    assert arena.allocator.used_bytes == 0
     arena.allocator.check_integrity()
 
 
@@ -67,7 +67,7 @@ async def test_cancelled_in_the_moment_of_being_served(room: Room, arena: Arena)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert arena.used_bytes == 0
+    assert arena.allocator.used_bytes == 0
 
 
 async def test_the_number_of_waiters_is_bounded(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,47 @@
+"""Opens what an emulated instance has below its roles: an engine whose time is modelled, a transport of stand-ins. No torch.
+
+Called by instance.py in place of engine_host.py. Starting takes its time, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import structlog
+from prometheus_client import Gauge
+
+from triptych.services.host_context import HostParts, host_context
+from triptych.shared.emulation import cost_model_of, open_model
+from triptych.shared.engine.emulated import EmulatedEngine
+from triptych.shared.engine.emulated_calls import EmulatedCalls
+from triptych.shared.engine.role import HostContext
+from triptych.shared.messages import Role
+from triptych.shared.request_tasks import RequestTasks
+from triptych.shared.service import ServiceContext
+from triptych.shared.transport.opening import open_transport
+from triptych.shared.transport.stand_in import stand_in_host_memory
+
+_log = structlog.get_logger(__name__)
+
+
+async def open_emulated_host(
+    frame: ServiceContext, calls: EmulatedCalls, roles: tuple[Role, ...], tasks: RequestTasks
+) -> HostContext:
+    """What the roles work with, after the modelled start-up time.
+
+    Raises:
+        BadRequest: no figures for the model or the GPU, or it does not fit.
+    """
+    settings = frame.settings
+    cost = cost_model_of(settings, roles)
+    _log.info("emulated", what=cost.name, time_scale=settings.time_scale, startup_s=cost.startup_s)
+    await asyncio.sleep(cost.startup_s / settings.time_scale)
+    engine = EmulatedEngine(cost, open_model(settings), settings, calls.spend)
+    transport = await open_transport(frame)
+    lag = Gauge(
+        "triptych_emulation_lag_seconds",
+        "how late the last modelled step ended: more is not kept up with",
+        registry=frame.metrics,
+    )
+    lag.set_function(lambda: calls.lag_s)
+    return host_context(frame, HostParts(settings, engine, calls, transport, stand_in_host_memory), tasks)

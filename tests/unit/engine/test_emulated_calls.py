@@ -1,0 +1,66 @@
+"""Modelled time: calls take turns, last as long as they say, and what is cancelled still lasts."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from triptych.shared.engine.emulated_calls import EmulatedCalls
+
+
+def call(calls: EmulatedCalls, log: list[str], name: str, modelled_s: float) -> str:
+    log.append(name)
+    calls.spend(modelled_s)
+    return name
+
+
+async def test_calls_take_turns_and_their_time() -> None:
+    calls, log = EmulatedCalls(time_scale=10.0), list[str]()
+    began_s = time.monotonic()
+    given = await asyncio.gather(*(calls.run(call, calls, log, name, 0.5) for name in "abc"))
+    assert given == log == ["a", "b", "c"]
+    assert time.monotonic() - began_s >= 3 * 0.05 - 0.005
+
+
+async def test_what_follows_at_once_begins_where_the_last_call_ended() -> None:
+    """Timers count whole milliseconds: without this each step of a long decode would be late by a part of one."""
+    calls, log = EmulatedCalls(time_scale=1.0), list[str]()
+    await calls.run(call, calls, log, "first", 0.02)
+    first_end_s = calls._free_at_s
+    for _ in range(10):
+        await calls.run(call, calls, log, "next", 0.0201)
+    num_ms = 1000 * (calls._free_at_s - first_end_s)
+    assert num_ms >= 200.9
+    assert time.monotonic() >= calls._free_at_s - 0.0011
+
+
+async def test_an_error_comes_after_its_time_and_the_next_call_is_made() -> None:
+    calls, log = EmulatedCalls(time_scale=1.0), list[str]()
+
+    def fail() -> None:
+        calls.spend(0.05)
+        raise ValueError("broken")
+
+    began_s = time.monotonic()
+    with pytest.raises(ValueError, match="broken"):
+        await calls.run(fail)
+    assert time.monotonic() - began_s >= 0.045
+    assert await calls.run(call, calls, log, "next", 0.0) == "next"
+
+
+async def test_a_cancelled_call_that_runs_lasts_and_one_that_waits_is_never_made() -> None:
+    calls, log = EmulatedCalls(time_scale=1.0), list[str]()
+    running = asyncio.create_task(calls.run(call, calls, log, "runs", 0.1))
+    waiting = asyncio.create_task(calls.run(call, calls, log, "waits", 0.1))
+    await asyncio.sleep(0)
+    began_s = time.monotonic()
+    for task in (running, waiting):
+        task.cancel()
+    await asyncio.wait((waiting,))
+    assert time.monotonic() - began_s < 0.09
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert time.monotonic() - began_s >= 0.09
+    assert log == ["runs"]

@@ -1,0 +1,107 @@
+"""The very roles of real instances over emulated engines: outputs, modelled time, KV limits, nothing left over."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any, cast
+
+from support.fake_cluster import ROUTER, FakeCluster, FakeHost, prompt_of, text_request
+from triptych.services.instance import InstanceService
+from triptych.shared.bus import Bus
+from triptych.shared.cost_model.api import DecodeBatch, PrefillChunk
+from triptych.shared.emulation import cost_model_of, open_model
+from triptych.shared.engine.role import HostContext
+from triptych.shared.image_info import ImageInfo
+from triptych.shared.messages import InstanceId, PlacedImage, PrefillRequest, RequestId, Role
+from triptych.shared.sampling_params import SamplingParams
+from triptych.shared.service import ServiceContext
+from triptych.shared.transport.stand_in import stand_in
+
+MODEL = "qwen2.5-vl-7b"
+FAST = 200.0  # modelled seconds a second
+
+
+class EmulatedHost(FakeHost):
+    """An InstanceService that opens its own engine."""
+
+    async def _open(self) -> HostContext:
+        context = await InstanceService._open(self)
+        self.engine = cast(Any, context.engine)
+        return context
+
+
+class EmulatedCluster(FakeCluster):
+    def __init__(self, time_scale: float = FAST, **settings: Any) -> None:
+        super().__init__(**{"emulate": "a100", "model": MODEL, "time_scale": time_scale, "kv_cache_bytes": 1 << 30} | settings)
+
+    async def start(self, name: str, roles: Sequence[Role], engine: Any = None) -> FakeHost:
+        host = EmulatedHost(self.settings, tuple(roles), engine)
+        instance_id, bus = InstanceId(name), cast(Bus, self.bus)
+        await host.start(ServiceContext(self.settings, instance_id, name, bus, self.registry, "", "127.0.0.1"))
+        self.hosts[instance_id], self.bus.hosts[instance_id] = host, host.handle
+        self.beat(instance_id)
+        return host
+
+
+async def test_pictures_and_text_through_three_instances() -> None:
+    cluster = EmulatedCluster()
+    encoder, _, _ = [await cluster.start(role[0], [role]) for role in cast(list[Role], ["encoder", "prefill", "decode"])]
+    image = ImageInfo(b"picture", 56, 56, (1, 4, 4), 4)
+    outputs = []
+    for request_id in ("one", "two"):
+        pixels = await encoder.transport.put(stand_in((56, 56, 3)), RequestId(request_id), 60.0)
+        encoded = await cluster.encode("e", request_id, pixels, 4)
+        placed = (PlacedImage(image, 2, encoded.embeddings),)
+        token_ids = [1, 2, *[open_model(cluster.settings).image_token_id] * 4, 3]
+        sampling = SamplingParams(12)
+        request = PrefillRequest(RequestId(request_id), ROUTER, prompt_of(token_ids), placed, sampling, 10.0)
+        outputs.append(await cluster.generate("p", "d", request))
+        await cluster.release(request_id)
+    assert outputs[0] == outputs[1]
+    assert len(outputs[0]) == 12
+    await cluster.stop()
+
+
+async def test_a_request_takes_its_modelled_time() -> None:
+    cluster = EmulatedCluster(time_scale=1.0, kv_cache_bytes=4 << 30)
+    cost = cost_model_of(cluster.settings)
+    scaled = cluster.settings.model_copy(update={"time_scale": 1e3})
+    cluster.settings = scaled  # the start-up: see the next test
+    for name, role in (("p", "prefill"), ("d", "decode")):
+        await cluster.start(name, [cast(Role, role)])
+    for host in cluster.hosts.values():
+        cast(Any, host)._thread._time_scale = 1.0
+    begun_s = time.monotonic()
+    await cluster.generate("p", "d", text_request("r", range(2000), 20))
+    spent_s = time.monotonic() - begun_s
+    least_s = 4 * cost.prefill_s([PrefillChunk(500)]) + 19 * cost.decode_s(DecodeBatch(1, 2000))
+    assert spent_s >= 0.99 * least_s > 0.2
+    await cluster.stop()
+
+
+async def test_starting_takes_its_time() -> None:
+    cluster = EmulatedCluster()
+    startup_s = cost_model_of(cluster.settings).startup_s
+    begun_s = time.monotonic()
+    await cluster.start("d", ["decode"])
+    assert time.monotonic() - begun_s >= startup_s / FAST > 0.1
+    await cluster.stop()
+
+
+async def test_kv_is_a_bound_and_preemption_changes_nothing() -> None:
+    """Room for 60 blocks of 16 tokens: 12 requests that grow to 6 or 7 blocks each wait for each other, and are preempted."""
+    cluster = EmulatedCluster(kv_cache_bytes=60 * 16 * 57344)
+    await cluster.start("p", ["prefill"])
+    decode = await cluster.start("d", ["decode"])
+    requests = [text_request(f"r{i}", range(i, i + 40), 64) for i in range(12)]
+    alone = [await cluster.generate("p", "d", request) for request in requests[:3]]
+    again = [text_request(f"s{i}", range(i, i + 40), 64) for i in range(12)]
+    outputs = await asyncio.gather(*(cluster.generate("p", "d", request) for request in again))
+    assert outputs[:3] == alone
+    assert all(len(output) == 64 for output in outputs)
+    assert decode.role.num_preemptions > 0
+    for request in (*requests, *again):
+        await cluster.release(request.request_id)
+    await cluster.stop()
