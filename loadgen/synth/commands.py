@@ -40,7 +40,8 @@ def synth_command(
         wished = as_wished(load_workload(workload), Wishes(duration, rate, image_share, seed, steady))
         path = out or Path("build") / f"{Path(workload).stem}.csv.gz"
         made = Made()
-        write_trace(made.counted(workload_rows(wished)), path)
+        with Console(stderr=True).status(f"writing {path}"):
+            write_trace(made.counted(workload_rows(wished)), path)
     except TraceError as error:
         sys.stderr.write(f"{error}\n")
         raise typer.Exit(2) from None

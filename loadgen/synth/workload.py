@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 
 import msgspec
@@ -133,8 +134,9 @@ def workload_names() -> tuple[str, ...]:
 def load_workload(path_or_name: str | Path) -> Workload:
     """Raises TraceError, whose text is for the user."""
     name = str(path_or_name)
-    is_known = name in workload_names()
-    file = resources.files("triptych.loadgen.workloads") / (name + SUFFIX) if is_known else Path(path_or_name)
+    file: Traversable = Path(path_or_name)
+    if name in workload_names():
+        file = resources.files("triptych.loadgen.workloads") / (name + SUFFIX)
     try:
         return msgspec.toml.decode(file.read_bytes(), type=Workload, strict=False)
     except FileNotFoundError:

@@ -35,7 +35,7 @@ def true_count(num_images: int) -> int:
 
 
 def _converter(options: TraceOptions) -> Callable[[AzureLmmRecord], TraceRow]:
-    count = true_count if options.image_count == "sqrt" else int
+    count: Callable[[int], int] = true_count if options.image_count == "sqrt" else int
     return lambda record: TraceRow(
         epoch_s(record.time), record.context_tokens, record.generated_tokens, num_images=count(record.images)
     )

@@ -24,7 +24,7 @@ def open_trace(path_or_name: str | Path, options: TraceOptions | None = None) ->
     """The trace, shaped by the options; only its beginning is read now. Raises TraceError, whose text is for the user."""
     options = options or TraceOptions()
     path, name = Path(path_or_name), str(path_or_name)
-    if path.suffix == SUFFIX or (name in workload_names() and not path.exists()):
+    if path.suffix == SUFFIX or (name in workload_names() and not path.is_file()):
         return Trace(name, "workload", shaped(workload_rows(load_workload(path_or_name)), options), MalformedRows())
     trace = _open_file(path, options)
     first = next(trace, None)

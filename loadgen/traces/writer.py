@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO, TextIO, cast
 
 from triptych.loadgen.traces.azure_lmm import COLUMNS, azure_lmm_line
 from triptych.loadgen.traces.own import own_line
@@ -36,5 +36,6 @@ def write_trace(rows: Iterable[TraceRow], path: Path) -> None:
 def _open(path: Path, stack: ExitStack) -> TextIO:
     """No time of writing and no name in a .gz, so that equal rows give equal files."""
     raw = stack.enter_context(path.open("wb"))
-    packed = gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) if path.name.endswith(".gz") else raw
-    return stack.enter_context(io.TextIOWrapper(packed, encoding="utf-8", newline="\n"))
+    is_packed = path.name.endswith(".gz")
+    file = cast(BinaryIO, gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0)) if is_packed else raw
+    return stack.enter_context(io.TextIOWrapper(file, encoding="utf-8", newline="\n"))
