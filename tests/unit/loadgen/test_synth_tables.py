@@ -8,7 +8,7 @@ from bisect import bisect_left
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from triptych.loadgen.synth.fit import Quantiles
@@ -17,11 +17,13 @@ from triptych.loadgen.synth.tables import Counts, Sizes
 
 PLOTS = Path(__file__).resolve().parents[4] / "shared" / "traces"
 STEPS = 4000
+LOADED = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])  # other tests take the cores
 tables = st.dictionaries(st.integers(0, 100), st.integers(1, 10**6), min_size=1, max_size=9).map(
     lambda drawn: dict(zip(sorted(drawn), sorted(drawn.values()), strict=True))
 )
 
 
+@LOADED
 @given(tables, st.floats(0, 1), st.floats(0, 1))
 def test_sizes_rise_and_meet_their_table(table: dict[float, float], u: float, v: float) -> None:
     sizes = Sizes(table)
@@ -45,6 +47,7 @@ def test_counts_have_their_weights() -> None:
             Counts(wrong)
 
 
+@LOADED
 @given(st.lists(st.integers(1, 10**6), min_size=1, max_size=200), st.sampled_from([1, 10, 50, 90, 99, 100]))
 def test_quantiles_of_a_stream(values: list[int], percent: int) -> None:
     """Half a percent off at most, and whole numbers are rounded."""
