@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import sys
 import time
@@ -29,7 +30,6 @@ from triptych.loadgen.traces.trace import PAPER_MAX_IMAGES, Trace, TraceError, T
 NO_TRACE_STATUS = 2
 INTERRUPTED_STATUS = 130
 EXIT_STATUS = {"complete": 0, "interrupted": INTERRUPTED_STATUS}
-SIZES = {"world": "world", "trace": "photos"}  # of pictures, by content
 Parsed = TypeVar("Parsed")
 
 app = typer.Typer()
@@ -55,7 +55,7 @@ def replay_command(
     max_images: Annotated[int, Option(min=0, help="pictures of a request; it has no more")] = PAPER_MAX_IMAGES,
     content: Annotated[ContentName, Option(help="trace: as long as in the trace; world: questions, answers checked")] = "trace",
     natural: Annotated[bool, Option("--natural", help="answers end where the model ends them, not as in the trace")] = False,
-    image_size: Annotated[str | None, Option(help=f"{SIZE_FORM}; default: as the content's")] = None,
+    image_size: Annotated[str | None, Option(help=f"{SIZE_FORM}; default: as --content")] = None,
     image_reuse: Annotated[str, Option(help=f"popularity of pictures: {REUSE_FORM}")] = "none",
     image_pool: Annotated[int, Option(min=1, max=1_000_000, help="different pictures, when they are reused")] = 1000,
     concurrency: Annotated[int | None, Option(min=1, help="most requests at once; others wait, and that counts")] = None,
@@ -66,7 +66,7 @@ def replay_command(
     isolated_from: Annotated[Path | None, Option(help="results folder whose isolated latencies count here, too")] = None,
 ) -> None:
     """Replay a trace: each request is sent when the trace has it, and its latency counts from then."""
-    size = _checked("--image-size", parse_size, image_size or SIZES[content])
+    size = _checked("--image-size", parse_size, image_size or content)
     reuse = _checked("--image-reuse", parse_reuse, image_reuse)
     options = ReplayOptions(
         target=base_url(target),
@@ -100,6 +100,7 @@ def _opened(trace: str, shape: TraceOptions) -> Trace:
 def _run(trace: Trace, options: ReplayOptions) -> int:
     """The exit status: 0 when all was sent, 130 after Ctrl-C, 1 when target or trace ended it. There is a report either way."""
     options.out.mkdir(parents=True, exist_ok=True)
+    gc.freeze()  # what was imported lives on: a collection that looks at all of it would hold up the sender
     conditions: Conditions | None = None
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

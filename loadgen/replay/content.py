@@ -100,7 +100,7 @@ class TraceContent:
         self.num_cut = 0  # requests that were too long for the model
 
     def message(self, index: int, row: TraceRow, num_history_tokens: int) -> Message:
-        pictures = self._pictures(index, row.num_images)
+        pictures = self._pictures(index, row)
         num_context_tokens, num_output_tokens = self._fitted(row)
         num_image_tokens = sum(self._costs.of_picture(picture.width * picture.height) for picture in pictures)
         num_text_tokens = num_context_tokens - num_history_tokens - num_image_tokens - self._costs.per_request
@@ -111,11 +111,13 @@ class TraceContent:
         pieces = user_message(shared, pictures, own)
         return Message(pieces, len(pictures), num_output_tokens, is_forced=not self._is_natural)
 
-    def _pictures(self, index: int, count: int) -> list[Picture]:
-        if not count:
+    def _pictures(self, index: int, row: TraceRow) -> list[Picture]:
+        if not row.num_images:
             return []  # most requests: a generator costs more than their text
         rng = generator(self._seed, index)
-        return [_pool(self._pool).pick(rng) for _ in range(count)]
+        num_tokens = row.num_image_tokens
+        num_pixels = None if num_tokens is None else self._costs.pixels_of(num_tokens / row.num_images)
+        return [_pool(self._pool).pick(rng, num_pixels=num_pixels) for _ in range(row.num_images)]
 
     def _shared(self, row: TraceRow, num_words: int) -> Iterator[Piece]:
         """The blocks that the prompt begins with. Their names are odd numbers, those of texts that nobody shares are even."""

@@ -5,6 +5,7 @@ Every picture given out is a variant of one of few drawings (png.py): what a ser
 
 from __future__ import annotations
 
+import bisect
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -23,16 +24,16 @@ MEDIAN_SIDE_PX = 500.0
 SIDE_SIGMA = 0.45  # of the side's logarithm: p95 is 1050 px
 ASPECT_SIGMA = 0.25  # of width's and height's logarithms around the side; chosen: 4:3 is within one sigma
 _NORMAL = NormalDist()
-SIZE_FORM = "photos, world, or WIDTHxHEIGHT in pixels"
+SIZE_FORM = "trace (what its image tokens come to, else as photos), photos, world, or WIDTHxHEIGHT"
 REUSE_FORM = "none, or zipf:EXPONENT such as zipf:1.1"
 
 
 @dataclass(frozen=True, slots=True)
 class PictureOptions:
     """size: see SIZE_FORM; `world` is what the demo model is trained on. zipf: how steeply popularity falls over num_popular
-    pictures; None: no picture comes twice."""
+    pictures, whose sizes are then their own; None: no picture comes twice."""
 
-    size: str | tuple[int, int] = "photos"
+    size: str | tuple[int, int] = "trace"
     zipf: float | None = None
     num_popular: int = 1000
 
@@ -49,7 +50,7 @@ class Picture:
 
 def parse_size(text: str) -> str | tuple[int, int]:
     """Raises ValueError."""
-    if text in ("photos", "world"):
+    if text in ("trace", "photos", "world"):
         return text
     match = re.fullmatch(r"(\d{1,4})x(\d{1,4})", text)
     if match is None or not all(MIN_PX <= side <= 2 * MAX_PX for side in (int(match[1]), int(match[2]))):
@@ -73,31 +74,45 @@ class PicturePool:
     def __init__(self, options: PictureOptions, seed: int) -> None:
         self._options = options
         self._drawings = list(_draw(options.size, seed))
+        self._by_size = sorted(range(NUM_DRAWINGS), key=lambda number: self._num_pixels(number))
         self._simple = [number for number, (scene, _) in enumerate(self._drawings) if len(scene.shapes) <= 2]
         weights = np.arange(1, options.num_popular + 1, dtype=float) ** -(options.zipf or 0.0)
         self._popularity = np.cumsum(weights) / weights.sum()
 
-    def pick(self, rng: np.random.Generator, is_simple: bool = False) -> Picture:
-        """A picture by popularity, or one that never was before. is_simple: of one or two shapes, as the world's questions
-        about several pictures have them."""
-        numbers: Sequence[int] = self._simple if is_simple else range(len(self._drawings))
+    def pick(self, rng: np.random.Generator, is_simple: bool = False, num_pixels: float | None = None) -> Picture:
+        """A picture by popularity, or one that never was before.
+
+        Args:
+            is_simple: of one or two shapes, as the world's questions about several pictures have them.
+            num_pixels: as the trace has it, where that matters.
+        """
+        numbers: Sequence[int] = self._simple if is_simple else range(NUM_DRAWINGS)
         if self._options.zipf is None:
-            return self._variant(numbers[int(rng.integers(len(numbers)))], int(rng.integers(MAX_SERIAL + 1)))
+            number = numbers[int(rng.integers(len(numbers)))]
+            if num_pixels is not None and self._options.size == "trace":
+                number = self._nearest(num_pixels)
+            return self._variant(number, int(rng.integers(MAX_SERIAL + 1)))
         rank = min(int(np.searchsorted(self._popularity, rng.random())), self._options.num_popular - 1)
         return self._variant(numbers[rank % len(numbers)], rank)
 
     def extremes(self) -> list[Picture]:
         """The smallest and the largest: what pictures cost in tokens is measured with them."""
-        by_size = sorted(range(len(self._drawings)), key=lambda number: math.prod(self._size(number)))
-        return [self._variant(number, MAX_SERIAL) for number in (by_size[0], by_size[-1])]
+        return [self._variant(number, MAX_SERIAL) for number in (self._by_size[0], self._by_size[-1])]
 
     @property
     def median_bytes(self) -> int:
         sizes = sorted(sum(map(len, template.variant(0))) * 3 // 4 for _, template in self._drawings)
         return sizes[len(sizes) // 2]
 
-    def _size(self, number: int) -> tuple[int, int]:
-        return self._drawings[number][1].width, self._drawings[number][1].height
+    def _num_pixels(self, number: int) -> int:
+        return self._drawings[number][1].width * self._drawings[number][1].height
+
+    def _nearest(self, num_pixels: float) -> int:
+        """By the ratio of their sizes."""
+        at = bisect.bisect(self._by_size, num_pixels, key=self._num_pixels)
+        return min(
+            self._by_size[max(0, at - 1) : at + 1], key=lambda number: abs(math.log(self._num_pixels(number) / num_pixels))
+        )
 
     def _variant(self, number: int, serial: int) -> Picture:
         scene, template = self._drawings[number]

@@ -69,6 +69,8 @@ async def prepare(http: aiohttp.ClientSession, trace: Trace, options: ReplayOpti
     if options.unmeasured_classes:
         tell("Measuring isolated latencies ...")
         isolated |= await _measure_isolated(Exchange(http, target), content, peeked, options)
+    if isinstance(content, TraceContent):
+        content.num_cut = 0  # what was measured alone is no part of the replay
     rows = itertools.chain(peeked, trace)
     total = len(peeked) if is_whole else None
     return Prepared(target, content, rows, total, costs, isolated, tuple(_notes(costs, pool if has_pictures else None)))

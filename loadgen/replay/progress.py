@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -55,15 +54,12 @@ class Live:
         return ", ".join(parts)
 
 
-@contextlib.asynccontextmanager
-async def shown(live: Live, tell: Callable[[], str], console: Console, total: int | None) -> AsyncIterator[None]:
-    """While inside, what `tell` says is shown. total: requests to come, where that is known."""
-    showing = asyncio.create_task(_bar(live, tell, console, total) if console.is_terminal else _lines(tell, console))
-    try:
-        yield
-    finally:
-        showing.cancel()
-        await asyncio.wait({showing})
+async def show(live: Live, tell: Callable[[], str], console: Console, total: int | None) -> None:
+    """Show what `tell` says, until cancelled. total: requests to come, where that is known."""
+    if console.is_terminal:
+        await _bar(live, tell, console, total)
+    else:
+        await _lines(tell, console)
 
 
 async def _bar(live: Live, tell: Callable[[], str], console: Console, total: int | None) -> None:

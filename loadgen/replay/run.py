@@ -27,7 +27,7 @@ from triptych.loadgen.replay.open_loop import UNREADABLE, OpenLoop
 from triptych.loadgen.replay.options import ReplayOptions
 from triptych.loadgen.replay.outcome import RequestOutcome
 from triptych.loadgen.replay.prepare import Prepared, prepare
-from triptych.loadgen.replay.progress import Live, shown
+from triptych.loadgen.replay.progress import Live, show
 from triptych.loadgen.replay.target import TargetFailed, is_there
 from triptych.loadgen.replay.watchdog import Watchdog
 from triptych.loadgen.traces.trace import Trace
@@ -49,7 +49,8 @@ async def replay(trace: Trace, options: ReplayOptions, console: Console) -> Cond
         conditions = replace(conditions, ended="interrupted", message="The replay was interrupted.")
         raise
     finally:
-        write_conditions(_with_malformed(conditions, trace), options.out)
+        conditions = _with_malformed(conditions, trace)
+        write_conditions(conditions, options.out)
     return conditions
 
 
@@ -78,12 +79,12 @@ class _Run:
         exchange = Exchange(self._http, prepared.target)
         loop = OpenLoop(exchange, prepared.content, self._options.send, self._record)
         with self._ctrl_c_stops():
-            watching = asyncio.create_task(self._watchdog.watch())
-            try:
-                async with shown(self._live, lambda: self._line(exchange, loop), self._console, prepared.total):
-                    await loop.run(prepared.rows, self._stop)
-            finally:
+            async with asyncio.TaskGroup() as group:
+                watching = group.create_task(self._watchdog.watch())
+                showing = group.create_task(show(self._live, lambda: self._line(exchange, loop), self._console, prepared.total))
+                await loop.run(prepared.rows, self._stop)
                 watching.cancel()
+                showing.cancel()
         await self._watchdog.look_once()
         self._tell(self._line(exchange, loop))
         return self._ended(conditions, prepared, loop)
@@ -160,7 +161,7 @@ def _with_prepared(conditions: Conditions, prepared: Prepared) -> Conditions:
         model=prepared.target.model,
         label=prepared.target.label,
         versions={**conditions.versions, "server": prepared.target.version},
-        tokens_per_word=prepared.costs and prepared.costs.per_word,
+        tokens_per_word=None if prepared.costs is None else prepared.costs.per_word,
         isolated=prepared.isolated,
         notes=prepared.notes,
     )

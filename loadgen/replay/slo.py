@@ -64,10 +64,8 @@ class Isolated:
 
 def class_wide(slo: Slo, isolated: Isolated | None) -> Limits:
     """One limit for the whole class: factors are of the class's median."""
-    return Limits(
-        _limit(slo.ttft, isolated and isolated.ttft_s),
-        _limit(slo.tbt, isolated and isolated.tbt_s),
-    )
+    ttft_s, tbt_s = (None, None) if isolated is None else (isolated.ttft_s, isolated.tbt_s)
+    return Limits(_limit(slo.ttft, ttft_s), _limit(slo.tbt, tbt_s))
 
 
 def own_scaled(slo: Slo, isolated: Isolated | None, num_prompt_tokens: int) -> Limits | None:
@@ -76,7 +74,7 @@ def own_scaled(slo: Slo, isolated: Isolated | None, num_prompt_tokens: int) -> L
     if isolated is None or not num_prompt_tokens:
         return None
     ttft_s = isolated.ttft_line.at(num_prompt_tokens)
-    tbt_s = isolated.tbt_line and isolated.tbt_line.at(num_prompt_tokens)
+    tbt_s = None if isolated.tbt_line is None else isolated.tbt_line.at(num_prompt_tokens)
     return Limits(_scaled(slo.ttft, isolated.ttft_s, ttft_s), _scaled(slo.tbt, isolated.tbt_s, tbt_s))
 
 
@@ -100,9 +98,9 @@ def _parse_bound(text: str) -> tuple[str, Bound]:
 
 
 def _limit(bound: Bound | None, isolated_s: float | None) -> float | None:
-    if bound is None or not bound.is_factor:
-        return bound and bound.value
-    return None if isolated_s is None else bound.value * isolated_s
+    if bound is None or (bound.is_factor and isolated_s is None):
+        return None
+    return bound.value * (isolated_s or 0.0) if bound.is_factor else bound.value
 
 
 def _scaled(bound: Bound | None, median_s: float | None, own_s: float | None) -> float | None:

@@ -10,6 +10,8 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from triptych.shared.instance_info import Emulation
+
 PROBE_TIMEOUT_S = 5.0  # chosen: a server under load answers these late, a dead one never
 API_KEY_VARIABLE = "OPENAI_API_KEY"
 
@@ -66,7 +68,7 @@ async def find_target(http: aiohttp.ClientSession, url: str, model: str | None) 
         model=name,
         version=str(told["version"]) if isinstance(told, dict) and "version" in told else "unknown",
         max_model_len=length if isinstance(length, int) else None,
-        label="emulated" if entry.get("emulated") else "real",
+        label=_label(entry.get("emulated")),
     )
 
 
@@ -82,6 +84,16 @@ async def is_there(http: aiohttp.ClientSession, url: str) -> bool:
 def _entries(answer: object) -> list[dict[str, Any]]:
     data = answer.get("data") if isinstance(answer, dict) else None
     return [entry for entry in data if isinstance(entry, dict) and "id" in entry] if isinstance(data, list) else []
+
+
+def _label(emulated: object) -> str:
+    """What every output says of figures that no real GPU made."""
+    if not emulated:
+        return "real"
+    try:
+        return str(msgspec.convert(emulated, Emulation))
+    except msgspec.ValidationError:
+        return "emulated"
 
 
 async def _get(http: aiohttp.ClientSession, url: str) -> object:

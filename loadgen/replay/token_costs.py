@@ -27,6 +27,10 @@ class TokenCosts:
     def of_picture(self, num_pixels: int) -> float:
         return self.per_picture + self.per_pixel * num_pixels
 
+    def pixels_of(self, num_tokens: float) -> float | None:
+        """Of a picture of so many tokens; None where they don't depend on its size."""
+        return max(1.0, (num_tokens - self.per_picture) / self.per_pixel) if self.per_pixel > 0 else None
+
 
 async def measure_token_costs(count_prompt: CountPrompt, pictures: Sequence[Picture], max_model_len: int | None) -> TokenCosts:
     """Straight lines through what count_prompt says of prompts of so many words and these pictures.

@@ -99,6 +99,15 @@ def test_what_the_model_cannot_take_is_cut_and_counted(words: Words) -> None:
     assert content.num_cut == 2
 
 
+def test_image_tokens_of_the_trace_choose_the_pictures(words: Words) -> None:
+    content = TraceContent(words, PicturePool(PictureOptions(), seed=0), COSTS, seed=0)
+    for num_image_tokens in (300, 600, 2000):
+        row = TraceRow(0, num_image_tokens + 100, 7, num_images=2, num_image_tokens=num_image_tokens)
+        message = content.message(0, row, 0)
+        num_words = len(text_of(message).split())
+        assert prompt_tokens(body(message)) - TOKENS_PER_WORD * num_words == pytest.approx(num_image_tokens, rel=0.25)
+
+
 def test_natural_answers_end_at_the_traces_length_at_the_latest(words: Words) -> None:
     message = TraceContent(words, None, COSTS, seed=0, is_natural=True).message(0, TraceRow(0, 50, 9), 0)
     assert (message.is_forced, message.max_tokens) == (False, 9)

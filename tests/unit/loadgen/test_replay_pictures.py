@@ -54,6 +54,18 @@ def test_a_fixed_size_and_the_extremes(photos: PicturePool) -> None:
     assert small.width * small.height < 300**2 < 1000**2 < large.width * large.height
 
 
+def test_sizes_follow_the_traces_image_tokens(photos: PicturePool) -> None:
+    rng = generator(1)
+    for num_pixels in (200**2, 500**2, 1100**2):
+        found = photos.pick(rng, num_pixels=num_pixels)
+        assert 0.8 * num_pixels < found.width * found.height < 1.25 * num_pixels
+    largest = photos.extremes()[1]
+    found = photos.pick(rng, num_pixels=1e9)
+    assert (found.width, found.height) == (largest.width, largest.height)
+    anyhow = PicturePool(PictureOptions(size="photos"), seed=3)
+    assert len({anyhow.pick(rng, num_pixels=250_000.0).width for _ in range(20)}) > 3
+
+
 def test_the_same_seed_gives_the_same_pictures(photos: PicturePool) -> None:
     again, other = PicturePool(PictureOptions(), seed=3), PicturePool(PictureOptions(), seed=4)
     first = photos.pick(generator(9)).png64
