@@ -38,6 +38,16 @@ STAGE_HELP = (
     "or, emulated, many instances, as encoder=8,prefill=4,decode=4,preprocess=1"
 )
 CLIENT_SETTINGS = ("port", "nats_url", "heartbeat_interval_s", "heartbeat_timeout_s", "drain_timeout_s", "log_level")
+PROFILE_SETTINGS = (
+    "model",
+    "model_name",
+    "device",
+    "dtype",
+    "threads",
+    "engine_instances",
+    "kv_cache_bytes",
+    "max_prefill_tokens",
+)
 MAX_NAME_LENGTH = 63  # chosen: a DNS label, so a container's name fits
 JsonFlag = Annotated[bool, typer.Option("--json", help="one JSON document on stdout")]
 Count = Annotated[int, typer.Option(min=1, help="processes of this stage")]
@@ -161,6 +171,47 @@ def drain(
     sys.stdout.write(json.dumps({"drained": instance_id}) + "\n" if as_json else f"{instance_id} has left\n")
     for stage in drained.missing:
         sys.stderr.write(f"warning: nobody is left for {stage}; requests that need it get 503\n")
+
+
+@app.command(context_settings=EXTRA_ARGUMENTS)
+@with_settings(shown=PROFILE_SETTINGS)
+def profile(
+    settings: Settings,
+    quick: Annotated[bool, typer.Option("--quick", help="fewer passes, each less often; two minutes at most")] = False,
+    out: Annotated[Path | None, typer.Option(help="file to write, its plot beside it; default: MODEL.profile.json")] = None,
+    load: Annotated[Path | None, typer.Option(help="measure nothing, tell what follows from this profile")] = None,
+    slo_factor: Annotated[float, typer.Option(min=1, help="the SLO is the latency of a request alone times this")] = 5.0,
+    as_json: JsonFlag = False,
+) -> None:
+    """Measure what each stage costs on this machine, alone; derive batch sizes and capacities."""
+    from triptych.services.preprocess.decode import DecodeOptions, decode_image  # with Pillow and rich: not for --help
+    from triptych.services.profiler.command import ProfileOptions, run_profile
+    from triptych.shared.checkpoint import open_checkpoint
+
+    _need_model(settings)
+    _log_to_terminal(settings)
+    os.environ.update(process_environment(settings, is_engine=True))
+    checkpoint = open_checkpoint(settings.model, settings.model_name)
+    decoding = DecodeOptions(checkpoint.image, checkpoint.revision, settings.max_image_pixels)
+    file = out or Path(f"{checkpoint.name}.profile.json")
+    options = ProfileOptions(quick, file, load, slo_factor, as_json)
+    run_profile(settings, checkpoint, lambda encoded: decode_image(encoded, decoding, "picture"), options)
+
+
+@app.command(context_settings=EXTRA_ARGUMENTS)
+@with_settings()
+def config(settings: Settings, as_json: JsonFlag = False) -> None:
+    """Show every setting: its value, where that comes from, what it means."""
+    rows = {name: _without_password(getattr(settings, name)) for name in Settings.model_fields}
+    if as_json:
+        sys.stdout.write(json.dumps(rows) + "\n")
+        return
+    for name, value in rows.items():
+        mark = "*" if name in settings.model_fields_set else " "
+        description = Settings.model_fields[name].description or ""
+        shown = str(value).lower() if isinstance(value, bool) else value
+        sys.stdout.write(f"{mark} {PREFIX}{name.upper()}={shown}{f'  # {description}' if description else ''}\n")
+    sys.stdout.write("* set in the environment or by a flag\n")
 
 
 def _log_to_terminal(settings: Settings) -> None:

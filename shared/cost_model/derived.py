@@ -124,6 +124,31 @@ def text_capacity(model: CostModel, workload: Workload, slo: Slo) -> Capacity:
     return Capacity(batch, (batch + step_tokens(batch)) / step_s(batch)) if batch else NO_CAPACITY
 
 
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """Everything at once, for one workload. max_prefill_tokens: of a step that delays running outputs by no more than the
+    TBT; max_decode_batch: sequences in one step."""
+
+    slo: Slo
+    tipping_point_tokens: float
+    max_prefill_tokens: int
+    max_decode_batch: int
+    image: Capacity
+    text: Capacity
+
+
+def derive(model: CostModel, workload: Workload, slo: Slo) -> Derived:
+    """What `triptych profile` tells of a cost model."""
+    return Derived(
+        slo=slo,
+        tipping_point_tokens=tipping_point_tokens(model),
+        max_prefill_tokens=max_prefill_tokens(model, slo.tbt_s),
+        max_decode_batch=max_decode_batch(model, prompt_of(model, workload), slo.tbt_s),
+        image=image_capacity(model, workload, slo),
+        text=text_capacity(model, workload, slo),
+    )
+
+
 def choose_tp(models: Sequence[CostModel], capacity: Callable[[CostModel], Capacity]) -> CostModel | None:
     """Of the same model at several TP degrees the one with most throughput per GPU within the SLO, the smaller at a tie;
     None when none is in time. capacity: image_capacity or text_capacity of a workload and an SLO."""

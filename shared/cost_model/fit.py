@@ -19,6 +19,7 @@ from triptych.shared.cost_model.profile import FitError, StageProfile, TimedPass
 NUM_KNEES = 33  # chosen: steps of a quarter over the range below
 KNEE_RANGE = (1.0, 4.0)  # chosen: from one token to four times the largest pass; a knee beyond is a fixed cost
 HOLD_OUT = 4  # chosen: one point in four
+EQUALLY_GOOD = 1e-12  # of a sum of squares of relative errors: rounding
 _Matrix = npt.NDArray[np.float64]
 
 
@@ -79,7 +80,7 @@ def _solve(terms: _Matrix) -> tuple[tuple[float, ...], float]:
         for chosen in itertools.combinations(columns, num_columns):
             solved = np.linalg.lstsq(scaled[:, chosen], np.ones(len(terms)), rcond=None)[0]
             error = float(np.square(scaled[:, chosen] @ solved - 1).sum())
-            if solved.min() >= 0 and error < least * (1 - 1e-9):
+            if solved.min() >= 0 and error < least - EQUALLY_GOOD:
                 best, least = np.zeros(terms.shape[1]), error
                 best[list(chosen)] = solved
     return tuple(float(cost) for cost in best / scale), least

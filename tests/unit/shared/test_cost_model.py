@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from triptych.shared.cost_model.api import NO_DECODE, CostModel, DecodeBatch, PrefillChunk
@@ -19,6 +19,7 @@ from triptych.shared.cost_model.published import derived_cost_model, published_c
 from triptych.shared.cost_model.unknowns import Unknowns
 from triptych.shared.errors import BadRequest
 
+LOADED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # other tests take the cores
 ALL = [published_cost_model(gpu, model, tp) for gpu in GPUS for model in MODELS for tp in (1, 2, 4)]
 cost_models = st.sampled_from(ALL)
 sides = st.integers(1, 4000)
@@ -45,6 +46,7 @@ def simple_model(**changes: object) -> CostModel:
     return replace(model, **changes)  # type: ignore[arg-type]
 
 
+@LOADED
 @given(cost_models, counts, counts, tokens)
 def test_more_work_never_takes_less_time(model: CostModel, few: int, more: int, context: int) -> None:
     many = few + more
@@ -56,6 +58,7 @@ def test_more_work_never_takes_less_time(model: CostModel, few: int, more: int, 
         assert model.prefill_s([PrefillChunk(few, context)]) <= model.prefill_s([chunk])
 
 
+@LOADED
 @given(cost_models, counts, counts)
 def test_batching_is_never_slower_than_taking_turns(model: CostModel, a: int, b: int) -> None:
     image = model.image(500, 500)
@@ -64,6 +67,7 @@ def test_batching_is_never_slower_than_taking_turns(model: CostModel, a: int, b:
     assert model.decode_s(together) <= sum(map(model.decode_s, apart))
 
 
+@LOADED
 @given(cost_models, st.integers(2, 4000), st.integers(1, 10))
 def test_cutting_a_prompt_costs_time_but_no_less_work(model: CostModel, num_tokens: int, num_cuts: int) -> None:
     cuts = sorted({0, num_tokens, *(num_tokens * i // num_cuts for i in range(num_cuts))})
@@ -71,6 +75,7 @@ def test_cutting_a_prompt_costs_time_but_no_less_work(model: CostModel, num_toke
     assert sum(model.prefill_s([chunk]) for chunk in chunks) >= model.prefill_s([PrefillChunk(num_tokens)]) * (1 - 1e-9)
 
 
+@LOADED
 @given(cost_models, counts, counts, tokens)
 def test_a_mixed_step_is_between_its_parts_and_their_sum(model: CostModel, prompt: int, batch: int, context: int) -> None:
     chunks, decode = [PrefillChunk(prompt)], DecodeBatch(batch, batch * context)
@@ -81,6 +86,7 @@ def test_a_mixed_step_is_between_its_parts_and_their_sum(model: CostModel, promp
     assert model.mixed_s([], decode) == alone[1]
 
 
+@LOADED
 @given(cost_models, sides, sides)
 def test_every_picture_has_a_shape(model: CostModel, width: int, height: int) -> None:
     if max(width, height) > 200 * min(width, height):
@@ -88,10 +94,12 @@ def test_every_picture_has_a_shape(model: CostModel, width: int, height: int) ->
     shape = model.image(width, height)
     assert shape.num_tokens >= 1
     assert shape.num_patches == shape.num_pieces * shape.patches_per_piece >= shape.num_tokens
-    turned = model.image(height, width)
-    assert (turned.num_pieces, turned.patches_per_piece) == (shape.num_pieces, shape.patches_per_piece)
+    if not isinstance(model.images, TilesAndThumbnail):  # it compares width / height: 1:3 and 1:4 are nearer than 3:1 and 4:1
+        turned = model.image(height, width)
+        assert (turned.num_tokens, turned.patches_per_piece) == (shape.num_tokens, shape.patches_per_piece)
 
 
+@LOADED
 @given(st.sampled_from(sorted(MODELS)), st.sampled_from(sorted(GPUS)))
 def test_more_gpus_are_faster_but_never_more_than_in_proportion(model: str, gpu: str) -> None:
     one, two = published_cost_model(gpu, model), published_cost_model(gpu, model, 2)

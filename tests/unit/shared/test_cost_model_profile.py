@@ -1,0 +1,126 @@
+"""Profiles as files: what is written is what is read, and what does not fit is refused in one line."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from triptych.shared.checkpoint import ImageOptions
+from triptych.shared.cost_model.api import DecodeBatch, PrefillChunk
+from triptych.shared.cost_model.fit import fit_stage
+from triptych.shared.cost_model.forms import MemoryCosts, PassCosts, PassWork
+from triptych.shared.cost_model.profile import (
+    VERSION,
+    Machine,
+    Profile,
+    ProfiledModel,
+    StageProfile,
+    TimedPass,
+    read_profile,
+    write_profile,
+)
+from triptych.shared.cost_model.unknowns import Unknowns
+from triptych.shared.errors import BadRequest
+
+MACHINE = Machine("cpu", "Some CPU", num_cores=8, num_threads=2, dtype="float32")
+IMAGES = ImageOptions(14, 2, 2, 56 * 56, 448 * 448, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+
+
+def stage(costs: PassCosts) -> StageProfile:
+    works = [PassWork(n, 1, n * n / 2, n) for n in (1, 2, 4, 8, 16, 32, 64, 128)]
+    return fit_stage([TimedPass(work, costs.pass_s(work)) for work in works])
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    step = stage(PassCosts(0.010, 0.001))
+    return Profile(
+        version=VERSION,
+        measured_at="2026-01-02T03:04:05Z",
+        machine=MACHINE,
+        model=ProfiledModel("a-model", "abcdef0123456789", IMAGES),
+        memory=MemoryCosts(10**8, 1000, 0, 512, 10**7),
+        preprocess=stage(PassCosts(0.002, 1e-4)),
+        encode=step,
+        prefill=step,
+        decode=step,
+    )
+
+
+def test_what_is_written_is_what_is_read(profile: Profile, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    write_profile(profile, path)
+    assert read_profile(path) == profile
+    assert path.read_text().count("\n") > 100  # for people, and for diff
+
+
+def test_a_profile_is_a_cost_model(profile: Profile) -> None:
+    model = profile.cost_model(Unknowns(role_switch_s=9.0))
+    assert (model.source, model.architecture, model.tp) == ("measured", "DecOnly", 1)
+    assert model.prefill_s([PrefillChunk(50)]) == pytest.approx(0.060, rel=0.02)
+    assert model.decode_s(DecodeBatch(10, 100)) == pytest.approx(0.020, rel=0.02)
+    assert model.preprocess_s(100, 100) == pytest.approx(1.002, rel=0.02)
+    assert model.image(448, 448).num_tokens == 256
+    assert model.embedding_bytes(model.image(448, 448)) == 256 * 512
+    assert (model.kv_bytes(3), model.role_switch_s) == (3000, 9.0)
+
+
+def test_the_same_machine_and_model_match(profile: Profile) -> None:
+    profile.require_match(replace(MACHINE), "abcdef0123456789")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"name": "Other CPU"}, {"num_cores": 4}, {"num_threads": 1}, {"dtype": "bfloat16"}, {"device": "cuda"}],
+    ids=lambda change: next(iter(change)),
+)
+def test_another_machine_is_refused(profile: Profile, change: dict[str, object]) -> None:
+    with pytest.raises(BadRequest, match=r"is of another machine .*Some CPU, 8 cores, 2 threads, float32") as caught:
+        profile.require_match(replace(MACHINE, **change), profile.model.revision)  # type: ignore[arg-type]
+    assert "\n" not in caught.value.message
+
+
+def test_another_model_is_refused(profile: Profile) -> None:
+    with pytest.raises(BadRequest, match="of another model: a-model, revision abcdef012345, not 999") as caught:
+        profile.require_match(MACHINE, "999")
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "a.json is not a profile"),
+        (b"[1, 2]", "a.json is not a profile"),
+        (b'{"version": "new"}', "a.json is not a profile"),
+        (b'{"version": 1}', "a.json is not a profile.*measured_at"),
+        (b'{"version": 99, "else": 1}', "a.json is a profile of version 99, this is version 1"),
+        (b'\xff\xfe{"version": 1}', "a.json is not a profile"),
+    ],
+    ids=["empty", "list", "text", "incomplete", "version", "bytes"],
+)
+def test_what_is_no_profile_is_refused(tmp_path: Path, content: bytes, said: str) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(content)
+    with pytest.raises(BadRequest, match=said) as caught:
+        read_profile(path)
+    assert "\n" not in caught.value.message
+
+
+def test_a_wrong_type_in_the_middle_is_named(profile: Profile, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    write_profile(profile, path)
+    content = json.loads(path.read_text())
+    content["decode"]["costs"]["token_s"] = "fast"
+    path.write_text(json.dumps(content))
+    with pytest.raises(BadRequest, match=r"decode\.costs\.token_s"):
+        read_profile(path)
+
+
+def test_no_file_and_no_folder_are_told(profile: Profile, tmp_path: Path) -> None:
+    with pytest.raises(BadRequest, match=r"cannot read the profile: a\.json: No such file"):
+        read_profile(tmp_path / "a.json")
+    with pytest.raises(BadRequest, match=r"cannot write the profile: a\.json: No such file"):
+        write_profile(profile, tmp_path / "no" / "a.json")
