@@ -15,8 +15,8 @@ from xml.etree.ElementTree import Element, SubElement
 
 # Units of the view box: the page scales it to the column, so that letters stay readable on a phone
 WIDTH, HEIGHT = 400, 210
-LEFT, RIGHT, TOP, BOTTOM = 52, 10, 10, 24
-NUM_TICKS = 4  # at least, on a linear axis
+LEFT, RIGHT, TOP, BOTTOM = 52, 16, 10, 24
+NUM_TICKS = 4  # at most, above 0, on a linear axis
 
 Points = Sequence[tuple[float, float | None]]
 
@@ -45,17 +45,19 @@ class Axis:
         return (self.scale(min(self.high, max(self.low, value))) - low) / (high - low)
 
 
-def linear_axis(high: float, shown: Callable[[float], str]) -> Axis:
-    """From 0 to a round number."""
-    step = _round_step(high / NUM_TICKS) if high > 0 else 1.0
-    num_steps = max(1, math.ceil(high / step - 1e-9))
-    return Axis(0.0, num_steps * step, [(index * step, shown(index * step)) for index in range(num_steps + 1)])
+def linear_axis(high: float, shown: Callable[[float], str], is_exact: bool = False) -> Axis:
+    """From 0 to a round number, or, if is_exact, to `high`."""
+    high = high or 1.0
+    step = _round_step(high / NUM_TICKS)
+    num_steps = math.floor(high / step + 1e-9) if is_exact else math.ceil(high / step - 1e-9)
+    ticks = [index * step for index in range(num_steps + 1)]
+    return Axis(0.0, high if is_exact else ticks[-1], [(tick, shown(tick)) for tick in ticks])
 
 
 def log_axis(values: Sequence[float], shown: Callable[[float], str]) -> Axis:
     """Whole decades around the values, or the nearest of 1, 2 and 5 where they span little. Values are above 0."""
     low, high = min(values), max(values)
-    steps = (1,) if high / low > 1000 else (1, 2, 5)
+    steps = (1,) if high / low > 200 else (1, 2, 5)
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     marks = [step * 10.0**decade for decade in decades for step in steps]
     low = max((mark for mark in marks if mark <= low * (1 + 1e-9)), default=low)

@@ -16,9 +16,10 @@ from triptych.loadgen.report.schema import REAL, Report
 from triptych.loadgen.report.units import NOTHING, duration, number, plain, share
 
 VERSION = 1
+SIDES_WIDTH, RATIO_WIDTH = 48, 16  # columns; classes without room are in the JSON only
 # They say how a run went, not what was asked of it: two runs always differ in them
 OUTCOMES = ("started_at", "ended", "message", "notes", "error_examples", "malformed_rows", "isolated")
-SAME = 0.02  # ratios so close to 1 are not coloured: the percentiles themselves are within 1 % each
+SAME = 0.02  # ratios so close to 1 are not coloured; chosen
 
 
 class Shown(NamedTuple):
@@ -36,7 +37,7 @@ ROWS = (
     Shown("finished_per_s", "finished/s", number, False),
     Shown("output_tokens_per_s", "output tokens/s", number, False),
     *(
-        Shown(f"{latency.field}.{part}", f"{latency.title} {part}", duration, True)
+        Shown(f"{latency.field}.{part}", f"{latency.title}, {part}", duration, True)
         for latency in LATENCIES
         for part in ("mean", "p50", "p99")
     ),
@@ -104,12 +105,13 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     table.add_column("", no_wrap=True)
     for side, label in zip("AB", labels, strict=True):
         table.add_column(Text(plain(side if label == REAL else f"{side}, {label}")), justify="right", no_wrap=True)
-    for name in comparison.ratios:
-        table.add_column(Text(plain(f"B/A {name}")), justify="right")
+    names = list(comparison.ratios)[: max(1, (console.width - SIDES_WIDTH) // RATIO_WIDTH)]
+    for name in names:
+        table.add_column(Text(plain(f"B/A {name}")), justify="right", no_wrap=True)
     for row in ROWS:
-        whole = comparison.ratios[ALL].get(row.figure)
+        whole = comparison.ratios.get(ALL, {}).get(row.figure)
         if whole is not None:
-            ratios = (_shown_ratio(by_figure.get(row.figure), row) for by_figure in comparison.ratios.values())
+            ratios = (_shown_ratio(comparison.ratios[name].get(row.figure), row) for name in names)
             table.add_row(row.title, row.write(whole.a), row.write(whole.b), *ratios)
     console.print(table)
     for difference in comparison.differences:

@@ -12,7 +12,7 @@ from triptych.loadgen.report.histogram import Histogram
 from triptych.loadgen.report.schema import ClassOverTime, OverTime
 
 FIRST_WIDTH_S = 1.0
-MAX_BINS = 240  # chosen: a dot every few pixels
+MAX_BINS = 120  # chosen: a dot every few pixels, more are noise
 
 
 @dataclass(slots=True)

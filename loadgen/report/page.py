@@ -12,6 +12,8 @@ from triptych.loadgen.report.schema import ClassFigures, Distribution, Report
 from triptych.loadgen.report.style import STYLE
 from triptych.loadgen.report.units import duration, number, share
 
+TABLES = "grid tables"
+
 
 def page(report: Report) -> str:
     """The whole page."""
@@ -22,10 +24,10 @@ def page(report: Report) -> str:
         *_head(report),
         tag("section", *_key_figures(classes[0]), css="cards"),
         *_section("Over the run, and by percentile", charts(report)),
-        *_section("Latency", (_latency_card(latency, classes) for latency in LATENCIES if latency.of(classes[0]))),
-        *_section("Service level objectives", (_slo_card(slo, classes) for slo in SLOS if slo.of(classes[0]))),
+        *_section("Latency", (_latency_card(latency, classes) for latency in LATENCIES if latency.of(classes[0])), TABLES),
+        *_section("Service level objectives", (_slo_card(slo, classes) for slo in SLOS if slo.of(classes[0])), TABLES),
         *_section("Load", [_load_card(report)], css=""),
-        *_section("Sending, and failures", _sending_cards(report)),
+        *_section("Sending, and failures", _sending_cards(report), TABLES),
         *_section("Conditions", [_card("", table((), flat_conditions(report.conditions), css="pairs"))], css=""),
     )
 
@@ -44,7 +46,7 @@ def _card(title: str, body: Element, note: str = "") -> Element:
 
 def _head(report: Report) -> Iterator[Element]:
     yield tag("h1", report.headline)
-    yield tag("p", f"{duration(report.span_s)} of a {report.origin}", css="soft")
+    yield tag("p", f"{duration(report.span_s)}, {report.origin}", css="soft")
     if not report.is_real:
         yield tag("p", f"{report.label}: no figure here is of real hardware", css="label")
     if report.warnings:

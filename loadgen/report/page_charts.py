@@ -38,7 +38,7 @@ def color(index: int) -> str:
 
 def _over_time(run: OverTime) -> Iterator[Element]:
     width_s, count = run.width_s, len(run.in_flight)
-    time = linear_axis(count * width_s, lambda value_s: f"{value_s:g} s")
+    time = linear_axis(count * width_s, lambda value_s: f"{value_s:g} s", is_exact=True)
 
     def line(name: str, style: str, values: Iterable[float | None]) -> Line:
         return Line(name, style, [((index + 0.5) * width_s, value) for index, value in enumerate(values)])
@@ -87,5 +87,5 @@ def _latency_axis(lines: Sequence[Line]) -> Axis:
 def _percentile_axis(lines: Sequence[Line]) -> Axis:
     """p90, p99 and p99.9 stand equally far apart: the tail is what differs."""
     last = max(level for line in lines for level, _ in line.points)
-    ticks = [(level, f"p{level:g}") for level in (0.0, *CURVE_TICKS) if level <= last]
+    ticks = [(level, f"p{level:g}") for level in CURVE_TICKS if level <= last]
     return Axis(0.0, max(last, CURVE_TICKS[0]), ticks, lambda level: -math.log10(1 - level / 100))

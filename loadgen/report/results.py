@@ -87,18 +87,16 @@ def read_report(path: Path) -> Report:
     Raises:
         ReportFailed: it is neither, or of another version.
     """
-    file = path / REPORT_FILE if path.is_dir() else path
-    if path.is_dir() and not file.exists():
-        return make_report(path)
     try:
-        report = msgspec.json.decode(file.read_bytes(), type=Report)
+        report = msgspec.json.decode((path / REPORT_FILE if path.is_dir() else path).read_bytes(), type=Report)
+        if report.version == VERSION:
+            return report
+        reason = f"it is of version {report.version}, not {VERSION}"
     except UNREADABLE as error:
-        raise ReportFailed(f"{str(file)!r} is no report of `loadgen replay`: {error}") from None
-    if report.version != VERSION:
-        raise ReportFailed(
-            f"{str(file)!r} is a report of version {report.version}, not {VERSION}: make it anew with `loadgen report`"
-        )
-    return report
+        reason = str(error)
+    if path.is_dir():
+        return make_report(path)
+    raise ReportFailed(f"{str(path)!r} is no report of `loadgen replay` that can be read: {reason}")
 
 
 def _csv(report: Report) -> str:

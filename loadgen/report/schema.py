@@ -1,7 +1,7 @@
 """What report.json holds, version 1: the one form from which the table, the CSV, the page and comparisons are made.
 
-Times are seconds, percentiles are of nearest rank and within 1 %; mean and max are exact. None stands where there is nothing to
-measure. Fields are only added within a version.
+Times are seconds, percentiles are of nearest rank and within 0.25 %; mean and max are exact. None stands where there is nothing
+to measure. Fields are only added within a version.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Attainment(msgspec.Struct, frozen=True, kw_only=True):
 class ClassFigures(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of one class of requests. Latencies are those of finished requests, from the scheduled time."""
 
-    name: Annotated[str, Meta(description="all, a class of the trace (text, image), or pictures: N")]
+    name: Annotated[str, Meta(description="all, a class of the trace (text, image), or a number of pictures")]
     num_requests: Annotated[int, Meta(description="finished and failed; neither cancelled nor warm-up")]
     num_finished: int
-    num_cancelled: Annotated[int, Meta(description="by the replay itself, on purpose; in no other figure")]
+    num_cancelled: Annotated[int, Meta(description="by the replay itself, on purpose; in no other figure but the send lag")]
     errors: Annotated[dict[str, int], Meta(description="by kind: http_429, timeout, connection, broken_stream, ...")]
     offered_per_s: Annotated[float | None, Meta(description="requests/s as scheduled, from the first to the last")]
     finished_per_s: float | None

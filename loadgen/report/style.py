@@ -18,10 +18,11 @@ STYLE = """
 }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
-main { max-width: 1180px; margin: 0 auto; padding: 20px 16px 48px; }
+main { max-width: 1280px; margin: 0 auto; padding: 20px 16px 48px; }
 h1 { font-size: 1.5rem; line-height: 1.25; margin: 0; }
 h2 { font-size: 1.1rem; margin: 32px 0 12px; }
 h3 { font-size: .95rem; margin: 0 0 6px; }
+h3 .soft { font-weight: 400; }
 p { margin: 4px 0; overflow-wrap: anywhere; }
 .soft { color: var(--soft); font-size: .875rem; }
 .label { display: inline-block; margin: 8px 0 0; padding: 2px 10px; border-radius: 99px; font-weight: 600;
@@ -30,12 +31,12 @@ p { margin: 4px 0; overflow-wrap: anywhere; }
   background: var(--warn-paper); color: var(--warn-ink); border: 1px solid var(--warn-edge); }
 .cards { display: grid; gap: 10px; grid-template-columns: repeat(auto-fill, minmax(150px, 1fr)); margin-top: 20px; }
 .grid { display: grid; gap: 12px; grid-template-columns: repeat(auto-fill, minmax(min(340px, 100%), 1fr)); }
+.grid.tables { grid-template-columns: repeat(auto-fill, minmax(min(500px, 100%), 1fr)); }
 .card { background: var(--card); border: 1px solid var(--edge); border-radius: 10px; padding: 12px 14px; min-width: 0; }
 .card .value { font-size: 1.35rem; font-weight: 600; white-space: nowrap; font-variant-numeric: tabular-nums; }
 .scroll { overflow-x: auto; }
-.wide { margin-top: 12px; }
 table { border-collapse: collapse; width: 100%; font-size: .875rem; font-variant-numeric: tabular-nums; }
-th, td { padding: 4px 8px; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--edge); }
+th, td { padding: 4px 6px; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--edge); }
 th { color: var(--soft); font-weight: 500; }
 tr:last-child td { border-bottom: 0; }
 th:first-child, td:first-child { text-align: left; padding-left: 0; }
