@@ -12,10 +12,11 @@ from rich.console import Console
 from triptych.loadgen.synth.fit import Made
 from triptych.loadgen.synth.rows import workload_rows
 from triptych.loadgen.synth.scaling import Wishes, as_wished
-from triptych.loadgen.synth.workload import load_workload, workload_names
+from triptych.loadgen.synth.workload import load_workload
 from triptych.loadgen.traces.trace import TraceError
 from triptych.loadgen.traces.writer import write_trace
 
+WORKLOADS = "azure-lmm, bursts, chat-reuse, day, image-light, servegen, or a .toml file of yours"
 PLAIN_WIDTH = 120  # columns where no terminal bounds them
 
 synth = typer.Typer()
@@ -23,7 +24,7 @@ synth = typer.Typer()
 
 @synth.command("synth")
 def synth_command(
-    workload: Annotated[str, typer.Argument(help=f"{', '.join(workload_names())}, or a .toml file of yours")] = "azure-lmm",
+    workload: Annotated[str, typer.Argument(help=WORKLOADS)] = "azure-lmm",
     out: Annotated[
         Path | None, typer.Option(help=".csv: Azure LMM's form, .jsonl: ours, .gz packs  [default: build/NAME.csv.gz]")
     ] = None,
@@ -50,6 +51,7 @@ def synth_command(
         raise typer.Exit(2)
     console = Console()
     console = console if console.is_terminal else Console(width=PLAIN_WIDTH)
+    console.print(wished.about, highlight=False, markup=False)
     console.print(made.table(wished.published))
     console.print(
         f"{made.num_rows:,} requests in {wished.duration_s:,.0f} s ({made.num_rows / wished.duration_s:.3g}/s), "

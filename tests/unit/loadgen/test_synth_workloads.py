@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from blake3 import blake3
 
+from triptych.loadgen.synth.commands import WORKLOADS
 from triptych.loadgen.synth.rows import workload_rows
 from triptych.loadgen.synth.scaling import Wishes, as_wished
 from triptych.loadgen.synth.workload import Workload, load_workload, workload_names
@@ -33,6 +34,7 @@ def rows_of(name: str) -> list[TraceRow]:
 
 
 def test_the_fixed_ones_are_there() -> None:
+    assert all(f"{name}, " in WORKLOADS for name in workload_names())
     assert workload_names() == ("azure-lmm", "bursts", "chat-reuse", "day", "image-light", "servegen")
 
 
