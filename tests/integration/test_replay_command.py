@@ -1,0 +1,88 @@
+"""The command `loadgen replay` as a user runs it: Ctrl-C, a target that is not there, a file that is no trace."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from support.stub_target import Reply, StubTarget
+from triptych.loadgen.replay.conditions import read_conditions
+from triptych.loadgen.report.results import PAGE_FILE, read_report
+from triptych.loadgen.traces.own import own_line
+from triptych.loadgen.traces.row import TraceRow
+
+TIMEOUT_S = 100.0  # starting Python and importing, on a loaded machine
+
+
+def trace_of(rows: Iterable[TraceRow], folder: Path) -> Path:
+    file = folder / "trace.jsonl"
+    file.write_text("".join(f"{own_line(row)}\n" for row in rows))
+    return file
+
+
+async def start(*arguments: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "triptych.loadgen.cli",
+        "replay",
+        *arguments,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONSAFEPATH": "1", "OPENAI_API_KEY": "hush"},
+    )
+
+
+async def end(process: asyncio.subprocess.Process) -> tuple[int | None, str, str]:
+    out, error = await asyncio.wait_for(process.communicate(), TIMEOUT_S)
+    return process.returncode, out.decode(), error.decode()
+
+
+async def test_ctrl_c_ends_sending_and_reports_what_ran(tmp_path: Path) -> None:
+    """What runs has a few seconds: all but the requests that never end come to theirs."""
+    trace = trace_of((TraceRow(0.01 * i, 20, 3 if i == 5 else 2) for i in range(60_000)), tmp_path)
+
+    def answer(body: dict[str, object]) -> Reply:
+        return Reply(["x"], 0.05, ending="hang" if body["max_tokens"] == 3 else "done")
+
+    out = tmp_path / "out"
+    async with StubTarget(answer) as stub:
+        process = await start(str(trace), "--target", f"{stub.url}/v1/", "--out", str(out))
+        await stub.until(lambda: len(stub.received) > 30, TIMEOUT_S)
+        process.send_signal(signal.SIGINT)
+        status, shown, error = await end(process)
+        num_sent = sum(received.body["max_tokens"] != 1 for received in stub.received)
+        assert all("Bearer hush" in received.headers for received in stub.received)
+    assert status == 130, error
+    assert "interrupted" in error
+    assert "requests" in shown
+    report = read_report(out)
+    assert report.classes[0].num_requests + report.classes[0].num_cancelled == num_sent
+    assert report.classes[0].num_cancelled == 1
+    assert report.classes[0].errors == {}
+    assert read_conditions(out).ended == "interrupted"
+    assert (out / PAGE_FILE).stat().st_size > 1000
+    assert not any("hush" in path.read_text() for path in out.iterdir())
+
+
+async def test_no_target_still_has_a_report(tmp_path: Path) -> None:
+    trace = trace_of([TraceRow(0.0, 20, 2)], tmp_path)
+    async with StubTarget() as stub:
+        pass
+    status, _, error = await end(await start(str(trace), "--target", stub.url, "--out", str(tmp_path / "out")))
+    assert status == 1, error
+    assert f"No server answers at {stub.url}" in error
+    assert "Traceback" not in error
+    assert read_report(tmp_path / "out").classes[0].num_requests == 0
+
+
+async def test_no_trace(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("a,b\n1,2\n")
+    status, _, error = await end(await start(str(tmp_path / "x.csv"), "--target", "http://127.0.0.1:1"))
+    assert status == 2
+    assert "x.csv" in error
+    assert len(error.splitlines()) == 1, error
