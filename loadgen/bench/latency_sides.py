@@ -17,7 +17,7 @@ import torch
 from PIL import Image, ImageDraw
 
 from triptych.loadgen.client import TRACE_HEADERS, AnswerFailed, chat_body, read_events, text_of
-from triptych.shared.checkpoint import Checkpoint, grid_thw, num_image_tokens, resized
+from triptych.shared.checkpoint import Checkpoint, image_info, resized
 from triptych.shared.engine.api import Chunk, ImageSpan, Sequence
 from triptych.shared.engine.torch_engine import load_engine
 from triptych.shared.image_info import ImageInfo
@@ -132,5 +132,4 @@ class EngineSide:
         options = self._checkpoint.image
         height, width = resized(picture.height, picture.width, options)
         pixels = torch.from_numpy(np.array(picture.resize((width, height), Image.Resampling.BICUBIC)))
-        grid = grid_thw(height, width, options)
-        return pixels, ImageInfo(b"", height, width, grid, num_image_tokens(grid, options))
+        return pixels, image_info(height, width, options)

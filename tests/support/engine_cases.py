@@ -17,7 +17,7 @@ import torch
 import transformers
 from PIL import Image
 
-from triptych.shared.checkpoint import Checkpoint, grid_thw, num_image_tokens, resized
+from triptych.shared.checkpoint import Checkpoint, image_info, resized
 from triptych.shared.engine.api import Chunk, ImageSpan, Sequence
 from triptych.shared.engine.torch_engine import TorchEngine
 from triptych.shared.image_info import ImageInfo
@@ -85,8 +85,7 @@ def picture_info(picture: Image.Image, checkpoint: Checkpoint) -> tuple[ImageInf
     """A picture as preprocess hands it on."""
     height, width = resized(picture.height, picture.width, checkpoint.image)
     pixels = torch.from_numpy(np.array(picture.resize((width, height), Image.Resampling.BICUBIC)))
-    grid = grid_thw(height, width, checkpoint.image)
-    return ImageInfo(b"", height, width, grid, num_image_tokens(grid, checkpoint.image)), pixels
+    return image_info(height, width, checkpoint.image), pixels
 
 
 def random_case(seed: int, checkpoint: Checkpoint, model: Model) -> Case:

@@ -19,6 +19,7 @@ OWN_FLAGS = {
     "serve": {"instance-id"},
     "status": {"json"},
     "drain": {"json"},
+    "profile": {"quick", "out", "load", "slo-factor", "json"},
     "config": {"json"},
 }
 runner = CliRunner()
@@ -93,6 +94,13 @@ def test_mistakes_are_one_clear_line(arguments: list[str], status: int, message:
     assert result.exit_code == status
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_a_gpu_that_is_not_there_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "num_cuda_devices", lambda: 0)
+    result = runner.invoke(cli.app, ["up", "--model", "m", "--device", "cuda", "--port", "0"])
+    assert result.exit_code == 2
+    assert result.stderr == "error: device is cuda, but there is no CUDA device on this machine\n"
 
 
 def test_no_cluster_is_a_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
