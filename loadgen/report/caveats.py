@@ -26,10 +26,9 @@ def caveats(conditions: Conditions, whole: Tally) -> Iterator[str]:
         yield f"{share(failed)} of the requests failed: latencies are of those that finished."
     (send_lag_s,) = whole.send_lag_s.percentiles((99,))
     if send_lag_s > SEND_LAG_LIMIT_S:
-        yield (
-            f"Requests were sent late: p99 {duration(send_lag_s)}, over {duration(SEND_LAG_LIMIT_S)}. "
-            "The client was measured, not the server."
-        )
+        reason = "The concurrency cap held them back, or the" if conditions.options.get("concurrency") else "The"
+        late = f"Requests were sent late: p99 {duration(send_lag_s)}, over {duration(SEND_LAG_LIMIT_S)}."
+        yield f"{late} {reason} client was measured, not the server."
     if whole.run.length_s < SHORT_RUN_S:
         yield f"The run took {duration(whole.run.length_s)}: in under {duration(SHORT_RUN_S)} a load too high may not show yet."
     yield from _of_the_tokens(whole)

@@ -29,8 +29,9 @@ def publish(folder: Path) -> Report:
     Raises:
         ReportFailed: it is no results folder, or cannot be written to.
     """
-    report = make_report(folder)
-    files = write_report(report, folder)
+    with Console(stderr=True).status("Making the report ..."):  # of a million requests it takes a minute
+        report = make_report(folder)
+        files = write_report(report, folder)
     console = _console()
     print_report(report, console)
     console.print(*files, style="dim", markup=False, highlight=False, soft_wrap=True)

@@ -70,14 +70,21 @@ def make_report(folder: Path) -> Report:
 
 
 def write_report(report: Report, folder: Path) -> list[Path]:
-    """As JSON, as CSV with a line for each class, and as a page. Returns the files."""
+    """As JSON, as CSV with a line for each class, and as a page. Returns the files.
+
+    Raises:
+        ReportFailed: the folder cannot be written to.
+    """
     texts = {
         REPORT_FILE: msgspec.json.encode(report).decode() + "\n",
         TABLE_FILE: _csv(report),
         PAGE_FILE: page(report),
     }
-    for name, text in texts.items():
-        (folder / name).write_text(text, encoding="utf-8", newline="")
+    try:
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8", newline="")
+    except OSError as error:
+        raise ReportFailed(f"the report cannot be written: {error}") from None
     return [folder / name for name in texts]
 
 

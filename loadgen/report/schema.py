@@ -46,7 +46,7 @@ class ClassFigures(msgspec.Struct, frozen=True, kw_only=True):
     name: Annotated[str, Meta(description="all, a class of the trace (text, image), or a number of pictures")]
     num_requests: Annotated[int, Meta(description="finished and failed; neither cancelled nor warm-up")]
     num_finished: int
-    num_cancelled: Annotated[int, Meta(description="by the replay itself, on purpose; in no other figure but the send lag")]
+    num_cancelled: Annotated[int, Meta(description="by the replay itself, on purpose; in no other figure")]
     errors: Annotated[dict[str, int], Meta(description="by kind: http_429, timeout, connection, broken_stream, ...")]
     offered_per_s: Annotated[float | None, Meta(description="requests/s as scheduled, from the first to the last")]
     finished_per_s: float | None
@@ -113,7 +113,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     warnings: Annotated[list[str], Meta(description="what a reader has to know before believing a figure")]
     classes: Annotated[list[ClassFigures], Meta(min_length=1, description="all, classes of the trace, by number of pictures")]
     warm_up: Annotated[ClassFigures | None, Meta(description="requests before the measured ones, in no other figure")]
-    send_lag_s: Annotated[Distribution | None, Meta(description="sent after scheduled; large: the client was measured")]
+    send_lag_s: Annotated[
+        Distribution | None, Meta(description="sent after scheduled; large: the client was measured, or a concurrency cap")
+    ]
     over_time: OverTime | None
     curve_levels: Annotated[tuple[float, ...], Meta(description="percentiles")] = CURVE_LEVELS
     curves: list[Curve]

@@ -107,10 +107,10 @@ class Tally(Sums):
 
     def add(self, outcome: RequestOutcome, class_wide: Limits | None, own_scaled: Limits | None) -> None:
         """Take in one outcome. class_wide, own_scaled: the limits that it was to meet."""
-        self.send_lag_s.add(outcome.send_lag_s)
         if outcome.error == "cancelled":
             self.num_cancelled += 1
             return
+        self.send_lag_s.add(outcome.send_lag_s)
         self.arrivals += Span(outcome.scheduled_s, outcome.scheduled_s)
         self.run += Span(outcome.scheduled_s, outcome.end_s)
         self.class_wide.add(outcome, class_wide)

@@ -44,13 +44,15 @@ def test_each_latency_is_the_one_that_its_name_says() -> None:
 
 
 def test_latency_counts_from_the_scheduled_time_and_the_lag_is_told() -> None:
-    late = replace(answered(10.0, 2.0), sent_s=11.5)
-    report = report_of([late])
+    late, never_sent = replace(answered(10.0, 2.0), sent_s=11.5), replace(failed(0.0, "cancelled"), sent_s=500.0)
+    report = report_of([late, never_sent])
     assert report.classes[0].ttft_s is not None
     assert report.send_lag_s is not None
     assert report.classes[0].ttft_s.max == 2.0
     assert report.send_lag_s.max == 1.5
     assert any("The client was measured" in warning for warning in report.warnings)
+    capped = report_of([late], replace(CONDITIONS, options={"concurrency": 4}))
+    assert any("The concurrency cap held them back, or the client" in warning for warning in capped.warnings)
     assert not any("client" in warning for warning in report_of([answered(10.0, 2.0)]).warnings)
 
 
