@@ -33,8 +33,8 @@ class EmulatedHost(FakeHost):
 
 
 class EmulatedCluster(FakeCluster):
-    def __init__(self, time_scale: float = FAST, **settings: Any) -> None:
-        super().__init__(**{"emulate": "a100", "model": MODEL, "time_scale": time_scale, "kv_cache_bytes": 1 << 30} | settings)
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{"emulate": "a100", "model": MODEL, "time_scale": FAST, "kv_cache_bytes": 1 << 30} | settings)
 
     async def start(self, name: str, roles: Sequence[Role], engine: Any = None) -> FakeHost:
         host = EmulatedHost(self.settings, tuple(roles), engine)
@@ -43,6 +43,11 @@ class EmulatedCluster(FakeCluster):
         self.hosts[instance_id], self.bus.hosts[instance_id] = host, host.handle
         self.beat(instance_id)
         return host
+
+    def compute_at(self, time_scale: float) -> None:
+        """From now on, when the starts are over."""
+        for host in self.hosts.values():
+            cast(Any, host)._thread._time_scale = time_scale
 
 
 async def test_pictures_and_text_through_three_instances() -> None:
@@ -65,14 +70,11 @@ async def test_pictures_and_text_through_three_instances() -> None:
 
 
 async def test_a_request_takes_its_modelled_time() -> None:
-    cluster = EmulatedCluster(time_scale=1.0, kv_cache_bytes=4 << 30)
+    cluster = EmulatedCluster(kv_cache_bytes=4 << 30)
     cost = cost_model_of(cluster.settings)
-    scaled = cluster.settings.model_copy(update={"time_scale": 1e3})
-    cluster.settings = scaled  # the start-up: see the next test
-    for name, role in (("p", "prefill"), ("d", "decode")):
-        await cluster.start(name, [cast(Role, role)])
-    for host in cluster.hosts.values():
-        cast(Any, host)._thread._time_scale = 1.0
+    await cluster.start("p", ["prefill"])
+    await cluster.start("d", ["decode"])
+    cluster.compute_at(1.0)
     begun_s = time.monotonic()
     await cluster.generate("p", "d", text_request("r", range(2000), 20))
     spent_s = time.monotonic() - begun_s
@@ -95,6 +97,7 @@ async def test_kv_is_a_bound_and_preemption_changes_nothing() -> None:
     cluster = EmulatedCluster(kv_cache_bytes=60 * 16 * 57344)
     await cluster.start("p", ["prefill"])
     decode = await cluster.start("d", ["decode"])
+    cluster.compute_at(10.0)
     requests = [text_request(f"r{i}", range(i, i + 40), 64) for i in range(12)]
     alone = [await cluster.generate("p", "d", request) for request in requests[:3]]
     again = [text_request(f"s{i}", range(i, i + 40), 64) for i in range(12)]
