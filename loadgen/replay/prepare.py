@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import aiohttp
@@ -19,7 +19,7 @@ from triptych.loadgen.replay.pictures import Picture, PicturePool
 from triptych.loadgen.replay.slo import Isolated
 from triptych.loadgen.replay.stream import AnswerStream
 from triptych.loadgen.replay.target import Target, TargetFailed, find_target
-from triptych.loadgen.replay.token_costs import TokenCosts, measure_token_costs
+from triptych.loadgen.replay.token_costs import CountPrompt, TokenCosts, measure_token_costs
 from triptych.loadgen.replay.words import Words
 from triptych.loadgen.traces.row import TraceRow
 from triptych.loadgen.traces.trace import Trace
@@ -63,7 +63,8 @@ async def prepare(http: aiohttp.ClientSession, trace: Trace, options: ReplayOpti
         tell("Measuring what prompts cost in tokens ...")
         words = Words(options.send.seed)
         pictures = pool.extremes() if pool is not None and has_pictures else []
-        costs = await measure_token_costs(_prompt_counter(Exchange(http, target), words), pictures, target.max_model_len)
+        count_prompt = _prompt_counter(Exchange(http, target), words, is_forced=not options.is_natural)
+        costs = await measure_token_costs(count_prompt, pictures, target.max_model_len)
         content = TraceContent(words, pool, costs, options.send.seed, options.is_natural)
     isolated = dict(options.isolated)
     if options.unmeasured_classes:
@@ -76,13 +77,14 @@ async def prepare(http: aiohttp.ClientSession, trace: Trace, options: ReplayOpti
     return Prepared(target, content, rows, total, costs, isolated, tuple(_notes(costs, pool if has_pictures else None)))
 
 
-def _prompt_counter(exchange: Exchange, words: Words) -> Callable[[int, Sequence[Picture]], Awaitable[int]]:
+def _prompt_counter(exchange: Exchange, words: Words, is_forced: bool) -> CountPrompt:
+    """is_forced: asks as the replay will, so that a target that does not know `ignore_eos` says so now."""
     calls = itertools.count(COUNTING_INDEX)
 
     async def count(num_words: int, pictures: Sequence[Picture]) -> int:
         text = words.text(2 * next(calls), num_words)
         stream = AnswerStream()
-        await exchange.ask((), Message(user_message((), pictures, text), len(pictures), max_tokens=1), stream)
+        await exchange.ask((), Message(user_message((), pictures, text), len(pictures), 1, is_forced), stream)
         if stream.error is not None:
             what = "a first picture" if pictures else "a first request"
             raise TargetFailed(f"the target did not answer {what}: {stream.error}, {stream.told}")

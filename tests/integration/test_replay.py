@@ -282,6 +282,18 @@ async def test_a_target_that_is_no_use(
     assert told in ran.conditions.message
 
 
+async def test_a_target_that_knows_no_ignore_eos(tmp_path: Path) -> None:
+    """It says so before anything is sent; natural answers do without."""
+
+    def answer(body: dict[str, Any]) -> Reply:
+        return Reply(status=400) if "ignore_eos" in body else counting("x")(body)
+
+    async with StubTarget(answer) as stub:
+        assert (await run(stub, TEXT, tmp_path)).conditions.ended == "target_unreachable"
+        ran = await run(stub, TEXT, tmp_path, is_natural=True)
+    assert ran.errors == [None] * len(TEXT)
+
+
 async def test_a_target_that_dies_midway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("triptych.loadgen.replay.run.Watchdog", partial(Watchdog, dead_after_s=0.5))
     rows = (TraceRow(0.01 * i, 20, 2) for i in range(100_000))

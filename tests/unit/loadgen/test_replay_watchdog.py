@@ -1,4 +1,4 @@
-"""Watchdog: what is a dead target, and what is not. Progress: what is said of a replay that runs."""
+"""Watchdog: what is a dead target, and what is not."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import asyncio
 from collections.abc import Iterator
 
 from triptych.loadgen.replay.outcome import RequestOutcome
-from triptych.loadgen.replay.progress import Live
 from triptych.loadgen.replay.watchdog import SUSPECT_AFTER, Watchdog
 
 
-def outcome(error: str | None = None, is_right: bool | None = None) -> RequestOutcome:
-    first_s = None if error else 1.25
-    return RequestOutcome(0, "text", 0, 1.0, 1.002, 2.0, first_token_s=first_s, error=error, is_right=is_right)
+def outcome(error: str | None = None) -> RequestOutcome:
+    return RequestOutcome(0, "text", 0, 1.0, 1.002, 2.0, error=error)
 
 
 async def seen(errors: list[str | None], answers: Iterator[bool], dead_after_s: float = 0.0) -> tuple[bool, bool]:
@@ -63,14 +61,3 @@ async def test_a_last_look() -> None:
         watchdog.see(outcome("connection"))
     await watchdog.look_once()
     assert watchdog.is_dead
-
-
-def test_what_is_said_while_it_runs() -> None:
-    live = Live()
-    assert live.line(0.2, 0) == "0 s: 0 due, 0 running, 0 answered"
-    for one in (outcome(), outcome(is_right=True), outcome(is_right=False), outcome("http_503"), outcome("timeout")):
-        live.add(one)
-    assert live.line(12.3, 1007) == (
-        "12 s: 1,007 due, 1,002 running, 3 answered, 1 http_503, 1 timeout, 50.0% of answers right, "
-        "TTFT p50 0.25 s p99 0.25 s, send lag p99 2.0 ms"
-    )
