@@ -38,16 +38,7 @@ STAGE_HELP = (
     "or, emulated, many instances, as encoder=8,prefill=4,decode=4,preprocess=1"
 )
 CLIENT_SETTINGS = ("port", "nats_url", "heartbeat_interval_s", "heartbeat_timeout_s", "drain_timeout_s", "log_level")
-PROFILE_SETTINGS = (
-    "model",
-    "model_name",
-    "device",
-    "dtype",
-    "threads",
-    "engine_instances",
-    "kv_cache_bytes",
-    "max_prefill_tokens",
-)
+PROFILE_SETTINGS = ("model", "emulate", "device", "dtype", "threads", "kv_cache_bytes", "max_prefill_tokens")
 MAX_NAME_LENGTH = 63  # chosen: a DNS label, so a container's name fits
 JsonFlag = Annotated[bool, typer.Option("--json", help="one JSON document on stdout")]
 Count = Annotated[int, typer.Option(min=1, help="processes of this stage")]
@@ -183,13 +174,17 @@ def profile(
     slo_factor: Annotated[float, typer.Option(min=1, help="the SLO is the latency of a request alone times this")] = 5.0,
     as_json: JsonFlag = False,
 ) -> None:
-    """Measure what each stage costs on this machine, alone; derive batch sizes and capacities."""
+    """Measure what each stage costs on this machine, and tell what follows; with --emulate: what follows for GPUs."""
     from triptych.services.preprocess.decode import DecodeOptions, decode_image  # with Pillow and rich: not for --help
-    from triptych.services.profiler.command import ProfileOptions, run_profile
+    from triptych.services.profiler.command import TYPICAL, ProfileOptions, run_profile
+    from triptych.services.profiler.published import choose, tell_published
     from triptych.shared.checkpoint import open_checkpoint
 
     _need_model(settings)
     _log_to_terminal(settings)
+    if settings.emulate:
+        tell_published(choose(settings.emulate, settings.model, TYPICAL, slo_factor), TYPICAL, as_json)
+        return
     os.environ.update(process_environment(settings, is_engine=True))
     checkpoint = open_checkpoint(settings.model, settings.model_name)
     decoding = DecodeOptions(checkpoint.image, checkpoint.revision, settings.max_image_pixels)

@@ -64,10 +64,10 @@ def _cost_table(profile: Profile) -> Table:
         costs = stage.costs
         table.add_row(
             name,
-            _time(costs.fixed_s),
-            f"{_time(costs.token_s)} ({UNITS[name]})",
+            shown_time(costs.fixed_s),
+            f"{shown_time(costs.token_s)} ({UNITS[name]})",
             f"{costs.knee_tokens:.0f}",
-            *(_time(cost_s) for cost_s in (costs.sequence_s, 1e3 * costs.context_s, 1e6 * costs.pair_s)),
+            *(shown_time(cost_s) for cost_s in (costs.sequence_s, 1e3 * costs.context_s, 1e6 * costs.pair_s)),
             str(len(stage.points)),
             f"{stage.error.median:.1%}",
             f"{stage.error.p95:.1%}",
@@ -86,7 +86,7 @@ def _derived_table(workload: Workload, derived: Derived) -> Table:
         "capacity of a text instance": f"{derived.text.tokens_per_s:,.0f} tokens/s, batch {derived.text.batch}",
     }
     table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column(f"within TTFT {_time(slo.ttft_s)}, TBT {_time(slo.tbt_s)}", no_wrap=True)
+    table.add_column(f"within TTFT {shown_time(slo.ttft_s)}, TBT {shown_time(slo.tbt_s)}", no_wrap=True)
     table.add_column(
         f"({workload.num_text_tokens} tokens and {workload.num_images} of {picture}, {workload.num_output_tokens} out)",
         justify="right",
@@ -97,7 +97,8 @@ def _derived_table(workload: Workload, derived: Derived) -> Table:
     return table
 
 
-def _time(seconds: float) -> str:
+def shown_time(seconds: float) -> str:
+    """Three digits in the unit that fits."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= scale:
             return f"{seconds / scale:.3g} {unit}"
