@@ -16,9 +16,10 @@ import torch
 from support.own_nats import OwnNats
 from triptych.services.instance import InstanceService, make_service
 from triptych.shared.bus import Bus
-from triptych.shared.checkpoint import Checkpoint, grid_thw, num_image_tokens, open_checkpoint
+from triptych.shared.checkpoint import Checkpoint, image_info, open_checkpoint
 from triptych.shared.engine.api import Chunk, ImageSpan, Sequence
 from triptych.shared.engine.torch_engine import TorchEngine, load_engine
+from triptych.shared.errors import InternalError, Overloaded
 from triptych.shared.image_info import ImageInfo
 from triptych.shared.instance_info import Resources, TransportAddress
 from triptych.shared.messages import (
@@ -190,9 +191,8 @@ class Case:
 def _picture(rng: torch.Generator, checkpoint: Checkpoint) -> tuple[ImageInfo, torch.Tensor]:
     unit = checkpoint.image.patch_size * checkpoint.image.merge_size
     height, width = (unit * int(n) for n in torch.randint(2, 5, (2,), generator=rng))
-    grid = grid_thw(height, width, checkpoint.image)
     pixels = torch.randint(0, 256, (height, width, 3), generator=rng, dtype=torch.uint8)
-    return ImageInfo(b"", height, width, grid, num_image_tokens(grid, checkpoint.image)), pixels
+    return image_info(height, width, checkpoint.image), pixels
 
 
 @pytest.fixture
@@ -246,6 +246,27 @@ async def test_three_stages_equal_a_direct_run(router: Router, tiny_checkpoint: 
     pairs = [(way, i) for way in ways for i in range(len(cases))]
     outputs = await asyncio.gather(*(router.generate(way, cases[i]) for way, i in pairs))
     assert outputs == [expected[i] for _, i in pairs]
+
+
+@pytest.mark.parametrize("router", [{"max_engine_failures": 3}], indirect=True, ids=["3 failures"])
+async def test_an_engine_that_fails_every_call_ends_its_instance(router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every request gets an answer; the instance says itself that it is no good, and takes no more."""
+    instance = router.instances["ep"]
+    engine, lifecycle = instance._context.engine, instance._frame.lifecycle
+
+    def run(chunks: Any) -> list[int | None]:
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(engine, "run", run)
+    prompt = PromptTokens(3, inline=b"".join(token.to_bytes(4, "little") for token in (1, 2, 3)))
+    for i in range(3):
+        assert not lifecycle.drain_asked.is_set()
+        request = PrefillRequest(RequestId(f"r{i}"), ROUTER, prompt, (), SamplingParams(4), TIMEOUT_S)
+        with pytest.raises(InternalError, match="computing the prompt failed"):
+            await router.ask("ep", request, PrefillReply)
+    assert (lifecycle.state, lifecycle.exit_code, lifecycle.exit_asked.is_set()) == ("failing", 1, True)
+    with pytest.raises(Overloaded):
+        await router.ask("ep", request, PrefillReply)
 
 
 @pytest.mark.parametrize("router", [{"kv_cache_bytes": 288 << 10, "block_size": 4}], indirect=True, ids=["48 blocks"])

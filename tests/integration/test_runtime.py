@@ -194,6 +194,18 @@ async def test_a_drain_request_without_exit_stays(ears: Ears, start: Start) -> N
     assert (await end_of(process))[0] == 0
 
 
+async def test_one_that_gives_up_says_so_and_ends_as_if_it_had_crashed(ears: Ears, start: Start) -> None:
+    """So that it is left out at once, and started again."""
+    process = await start("instance", "dummy-0")
+    beat = await ears.ready("dummy-0")
+    assert await ears.bus.request(beat.instance_id, LaunchRequest("-1"), TIMEOUT_S) == Accepted()
+    status, _, err = await end_of(process)
+    assert status == 1, err
+    await ears.until(lambda: bool(ears.lost), "its last word")
+    assert ears.beats[-1].state == "failing"
+    assert ears.lost == [Lost(beat.instance_id, "dummy-0", 1, expected=False)]
+
+
 async def test_a_failing_start_is_one_clear_line_and_status_1(ears: Ears, start: Start) -> None:
     status, _, err = await end_of(await start("instance", "broken"))
     assert status == 1

@@ -21,21 +21,25 @@ from triptych.shared.settings import Settings, load_settings
 
 
 class Dummy:
-    """LaunchRequest(name="1.5") makes it busy for 1.5 seconds. The slot name `broken` never starts."""
+    """LaunchRequest(name="1.5") makes it busy for 1.5 seconds, "-1" makes it give up. The slot name `broken` never starts."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
         self.app = FastAPI()
         self._busy_until_s = 0.0
+        self._context: ServiceContext
 
     async def start(self, context: ServiceContext) -> None:
         if context.name == "broken":
             raise BadRequest("this one never starts", code="broken")
+        self._context = context
         say("starting")
 
     async def handle(self, request: InstanceRequest) -> Message | None:
         if isinstance(request, LaunchRequest):
             self._busy_until_s = time.monotonic() + float(request.name)
+            if float(request.name) < 0:
+                self._context.lifecycle.give_up()
         return Accepted()
 
     def report(self) -> Report:
