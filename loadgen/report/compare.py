@@ -18,7 +18,9 @@ from triptych.loadgen.report.units import NOTHING, duration, number, plain, shar
 VERSION = 1
 SIDES_WIDTH, RATIO_WIDTH = 48, 16  # columns; classes without room are in the JSON only
 # They say how a run went, not what was asked of it: two runs always differ in them
-OUTCOMES = ("started_at", "ended", "message", "notes", "error_examples", "malformed_rows", "isolated")
+OUTCOMES = {"started_at", "ended", "message", "notes", "error_examples", "malformed_rows", "isolated"}
+# Where results went makes no difference, and the others are conditions by themselves
+REPEATED_OPTIONS = {f"options.{name}" for name in ("out", "target", "trace", "seed", "model")}
 SAME = 0.02  # ratios so close to 1 are not coloured; chosen
 
 
@@ -94,7 +96,7 @@ def _differences(a: Report, b: Report) -> Iterator[Difference]:
         for report in (a, b)
     )
     for name in in_a | in_b:
-        if in_a.get(name) != in_b.get(name):
+        if name not in REPEATED_OPTIONS and in_a.get(name) != in_b.get(name):
             yield Difference(name, in_a.get(name), in_b.get(name))
 
 

@@ -61,11 +61,17 @@ def flat_figures(figures: ClassFigures) -> dict[str, float | None]:
     """Every number, by names such as ttft_s.p99; the names are the same for every class and report."""
     found: dict[str, float | None] = {name: getattr(figures, name) for name in _PLAIN}
     found["num_failed"] = num_failed(figures)
-    for kind, parts in ((LATENCIES, ("count", *SPREAD)), (SLOS, Attainment.__struct_fields__)):
-        for known in kind:
-            of_class = known.of(figures)
-            found |= {f"{known.field}.{part}": None if of_class is None else getattr(of_class, part) for part in parts}
+    for latency in LATENCIES:
+        found |= {f"{latency.field}.{name}": part(latency.of(figures), name) for name in ("count", *SPREAD)}
+    for slo in SLOS:
+        found |= {f"{slo.field}.{name}": part(slo.of(figures), name) for name in Attainment.__struct_fields__}
     return found
+
+
+def part(found: Distribution | Attainment | None, name: str) -> float | None:
+    """A number of it by its name; None where there is nothing."""
+    value: float | None = None if found is None else getattr(found, name)
+    return value
 
 
 def of_known(figures: ClassFigures) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import get_args
 from xml.etree.ElementTree import Element
 
-from triptych.loadgen.report.figures import LATENCIES, SLOS, SPREAD, Latency, Slo, flat_conditions, num_failed, of_known
+from triptych.loadgen.report.figures import LATENCIES, SLOS, SPREAD, Latency, Slo, flat_conditions, num_failed, of_known, part
 from triptych.loadgen.report.markup import document, table, tag
 from triptych.loadgen.report.page_charts import charts
-from triptych.loadgen.report.schema import ClassFigures, Distribution, Report
+from triptych.loadgen.report.schema import ClassFigures, CurveFigure, Distribution, Report
 from triptych.loadgen.report.style import STYLE
 from triptych.loadgen.report.units import duration, number, share
 
@@ -54,15 +55,13 @@ def _head(report: Report) -> Iterator[Element]:
 
 
 def _key_figures(whole: ClassFigures) -> Iterator[Element]:
-    ttft, tbt, e2e = whole.ttft_s, whole.tbt_over_tokens_s, whole.e2e_s
-    shown = [
-        ("requests", number(whole.num_requests), f"{number(num_failed(whole))} failed"),
-        ("TTFT p99", duration(ttft and ttft.p99), f"p50 {duration(ttft and ttft.p50)}"),
-        ("TBT p99, over tokens", duration(tbt and tbt.p99), f"p50 {duration(tbt and tbt.p50)}"),
-        ("E2E p99", duration(e2e and e2e.p99), f"p50 {duration(e2e and e2e.p50)}"),
-        ("output tokens/s", number(whole.output_tokens_per_s), f"{number(whole.finished_per_s)} requests/s"),
-        ("prompt tokens cached", share(whole.cache_use), f"of {number(whole.num_prompt_tokens)}"),
-    ]
+    shown = [("requests", number(whole.num_requests), f"{number(num_failed(whole))} failed")]
+    for latency in LATENCIES:
+        found = latency.of(whole)
+        if found is not None and latency.field in get_args(CurveFigure):
+            shown.append((f"{latency.title} p99", duration(found.p99), f"p50 {duration(found.p50)}"))
+    shown.append(("output tokens/s", number(whole.output_tokens_per_s), f"{number(whole.finished_per_s)} requests/s"))
+    shown.append(("prompt tokens cached", share(whole.cache_use), f"of {number(whole.num_prompt_tokens)}"))
     for slo in SLOS:
         met = slo.of(whole)
         if met is not None:
@@ -71,8 +70,8 @@ def _key_figures(whole: ClassFigures) -> Iterator[Element]:
         right = share(whole.num_answers_right / whole.num_answers_known)
         shown.append(("answers right", right, f"of {number(whole.num_answers_known)} known"))
     for title, value, note in shown:
-        parts = (tag("div", title, css="soft"), tag("div", value, css="value"), tag("div", note, css="soft"))
-        yield tag("div", *parts, css="card")
+        lines = (tag("div", title, css="soft"), tag("div", value, css="value"), tag("div", note, css="soft"))
+        yield tag("div", *lines, css="card")
 
 
 def _latency_card(latency: Latency, classes: Sequence[ClassFigures]) -> Element:
@@ -81,7 +80,7 @@ def _latency_card(latency: Latency, classes: Sequence[ClassFigures]) -> Element:
 
 
 def _spread(found: Distribution | None) -> list[str]:
-    return [duration(found and getattr(found, part)) for part in SPREAD]
+    return [duration(part(found, name)) for name in SPREAD]
 
 
 def _slo_card(slo: Slo, classes: Sequence[ClassFigures]) -> Element:

@@ -60,7 +60,12 @@ def test_better_and_worse_have_colours_and_narrow_terminals_fewer_classes(tmp_pa
 
 
 def test_conditions_that_differ_are_named_and_how_runs_went_is_none(tmp_path: Path) -> None:
-    other = replace(CONDITIONS, seed=8, options={**CONDITIONS.options, "speed_up": 3.0, "new": True}, started_at="2027")
+    other = replace(
+        CONDITIONS,
+        seed=8,
+        options={**CONDITIONS.options, "speed_up": 3.0, "new": True, "seed": 8, "out": "b"},
+        started_at="2027",
+    )
     comparison = comparison_of(tmp_path, FASTER, other)
     assert {difference.name: (difference.a, difference.b) for difference in comparison.differences} == {
         "seed": ("7", "8"),
