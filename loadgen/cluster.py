@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-START_TIMEOUT_S = 120.0  # chosen: three processes that load torch, on a slow disk
+START_TIMEOUT_S = 240.0  # chosen: three processes that load torch, on a slow disk; an emulated start of 94 s
 STOP_TIMEOUT_S = 45.0  # chosen: longer than drain_timeout_s
 LOG_TAIL_CHARS = 3000
 

@@ -52,7 +52,7 @@ class EmulatedDecoder:
         self.num_running += 1
         try:
             begun_at_s = time.monotonic()
-            width, height = picture_size(encoded, options, param)
+            width, height = picture_size(bytes(encoded), options, param)
             info = self._info(width, height, options, blake3(options.model_revision.encode() + encoded).digest())
             await asyncio.sleep(self._cost.preprocess_s(width, height) / self._time_scale)
             yield TimedImage(DecodedImage(info, b""), begun_at_s - asked_at_s, time.monotonic() - begun_at_s)
