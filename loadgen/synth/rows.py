@@ -32,7 +32,7 @@ class _ClientRows:
         self._rng = Random(f"{workload.seed} {client.name}")
         self._counts = None if client.images is None else counts_of(client.images)
         self._output = sizes_of(client.output_tokens)
-        self._text = sizes_of(client.text_tokens if client.context_tokens is None else client.context_tokens)
+        self._text = sizes_of(client.context_tokens or client.text_tokens or {})
         self._image = None if client.image_tokens is None else sizes_of(client.image_tokens)
         talk = client.conversation or Conversation(turns={50: 1}, think_s={50: 1})
         self._talk, self._num_turns, self._think_s = talk, Sizes(talk.turns), Sizes(talk.think_s)
