@@ -14,7 +14,7 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 MODEL = "stub"
 TOKENS_PER_WORD, TOKENS_PER_REQUEST, PIXELS_PER_TOKEN = 1.5, 10, 784
@@ -126,8 +126,7 @@ class _Connection(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
         self._connections.add(self)
 
     def connection_lost(self, _: Exception | None) -> None:
