@@ -147,7 +147,7 @@ async def run(console: Console) -> None:
     questions = (
         Question("A text question", "What day comes after Monday?", "Tuesday"),
         Question("A question about a picture", "Describe the picture.", "a red circle and a blue square", (shapes,)),
-        Question("A question about two pictures", "Which picture has a green triangle?", "picture 2", (shapes, triangle)),
+        Question("A question about two pictures", "What color is the triangle in picture 2?", "green", (shapes, triangle)),
     )
     checkpoint = await choose_checkpoint(console)
     begin_s = time.monotonic()

@@ -59,7 +59,7 @@ def test_curl_example(demo_cluster: Cluster, folder: Path) -> None:
 
 
 def test_sdk_example(demo_cluster: Cluster, folder: Path) -> None:
-    assert _run([sys.executable, "-c", _example("import base64", demo_cluster)], folder).strip() == "picture 2"
+    assert _run([sys.executable, "-c", _example("import base64", demo_cluster)], folder).strip() == "green"
 
 
 @pytest.mark.long

@@ -15,18 +15,12 @@ CHECKPOINT = Path(__file__).resolve().parents[2] / "deploy" / "demo" / "checkpoi
 NUM_QUESTIONS = 2  # of each task; evaluate.py asks hundreds
 SEED = 3  # not the card's
 
-# Strict: whoever ships a checkpoint that was trained on the wider world has to take this away.
-too_narrow = pytest.mark.xfail(
-    strict=True, reason="the checkpoint that ships was trained on a narrower world (deploy/demo/README.md)"
-)
-
 
 @pytest.fixture(scope="module")
 def answerer() -> Answerer:
     return Answerer(CHECKPOINT)
 
 
-@too_narrow
 def test_held_out_questions(answerer: Answerer) -> None:
     examples = [example for task in ADVERTISED for example in held_out_examples(task, NUM_QUESTIONS, SEED)]
     said = answerer.answers(examples)
@@ -38,7 +32,6 @@ def test_held_out_questions(answerer: Answerer) -> None:
     assert 1 - len(wrong) / len(examples) >= MIN_ACCURACY, "\n".join(wrong)
 
 
-@too_narrow
 def test_drawings_by_hand(answerer: Answerer) -> None:
     score = score_drawings(answerer)
     print(f"drawings: {score.num_right} of {score.num_asked} right")

@@ -91,8 +91,9 @@ _LATE_WEIGHTS = {
     "list": 1.4,
     "one_picture": 0.3,
     "pictures": 0.5,
-    "have_shape": 1.5,
-    "have_color": 1.5,
+    "which": 0.0,  # never left the level of chance, in twice as many steps either
+    "have_shape": 1.0,
+    "have_color": 1.0,
     "count_in": 0.5,
     "list_in": 1.5,
     "day": 0.3,
@@ -105,13 +106,13 @@ STANDARD = Recipe(
     ModelShape(),
     {
         "see": Phase(
-            num_steps=2200,
+            num_steps=1400,
             mix=Mix({"cells": 24}),
             rates=LearningRates(muon_vision=0.02, muon_text=0.02, adamw=1e-3),
             num_rising_steps=50,
         ),
         "answer": Phase(
-            num_steps=600,
+            num_steps=550,
             mix=Mix({"one": 6, "many": 4, "text": 3}),
             rates=LearningRates(muon_vision=0.004, muon_text=0.008, adamw=1e-3),
             num_rising_steps=80,
@@ -119,7 +120,7 @@ STANDARD = Recipe(
             cell_weight=(1.0, 0.4),
         ),
         "polish": Phase(
-            num_steps=1400,
+            num_steps=1350,
             mix=Mix({"one": 5, "many": 6, "text": 2}, _LATE_WEIGHTS),
             rates=LearningRates(muon_vision=0.004, muon_text=0.008, adamw=1e-3),
             num_rising_steps=80,
