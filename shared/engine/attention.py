@@ -1,7 +1,8 @@
 """Attention over a paged KV cache, called by every layer: by fused_text.py directly, by transformers' models as the
 attention implementation ATTENTION_NAME.
 
-Shapes: T packed tokens (see batch_plan.py), B sequences of a group, N query heads, K kv heads, G = N / K, H head size,
+Shapes: T packed tokens (see batch_plan.py), R rows that are asked for,
+B sequences of a group, N query heads, K kv heads, G = N / K, H head size,
 S tokens of context.
 """
 
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from triptych.shared.engine.batch_plan import BatchPlan
+from triptych.shared.engine.batch_plan import AttentionPart, BatchPlan
 
 ATTENTION_NAME = "triptych_paged"
 
@@ -20,8 +21,25 @@ ATTENTION_NAME = "triptych_paged"
 def attend(plan: BatchPlan, layer: int, query_TNH: torch.Tensor, kv_T2KH: torch.Tensor, scale: float) -> torch.Tensor:
     """One layer's attention; kv_T2KH: keys, then values. Returns [T, N * H]."""
     plan.kv.write(layer, plan.places, kv_T2KH)
+    return _attend_parts(plan, layer, plan.parts, query_TNH, kv_T2KH, scale)
+
+
+def attend_last(plan: BatchPlan, layer: int, query_RNH: torch.Tensor, kv_T2KH: torch.Tensor, scale: float) -> torch.Tensor:
+    """Attention of the tokens at plan.last_rows alone, when no other layer will ask for the others'. Returns [R, N * H]."""
+    plan.kv.write(layer, plan.places, kv_T2KH)
+    return _attend_parts(plan, layer, plan.last_parts, query_RNH, kv_T2KH, scale)
+
+
+def _attend_parts(
+    plan: BatchPlan,
+    layer: int,
+    parts: list[AttentionPart],
+    query_TNH: torch.Tensor,
+    kv_T2KH: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
     outputs = []
-    for part in plan.parts:
+    for part in parts:
         query, kv = query_TNH[part.begin : part.end], kv_T2KH[part.begin : part.end]
         if part.context is None:
             keys, values = kv.transpose(0, 1).chunk(2)
@@ -33,7 +51,7 @@ def attend(plan: BatchPlan, layer: int, query_TNH: torch.Tensor, kv_T2KH: torch.
             outputs.append(_attend_group(query, keys, values, part.mask, scale))
         else:
             outputs.append(_attend_chunk(query, keys[0], values[0], part.mask, scale))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs or [query_TNH.flatten(1)])
 
 
 def _attend_group(

@@ -10,6 +10,7 @@ Shapes: T packed tokens, B sequences of a group, S tokens of context.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -41,8 +42,9 @@ class AttentionPart:
 class BatchPlan:
     """What all layers need to know of one forward pass.
 
-    order: index into the chunks given, in packed order. places: where each token's KV goes. finishing: those of `order`
-    that reach the end of their tokens; last_rows: int64, the last packed token of each, None when that is every token.
+    order: index into the chunks given, in packed order. places: where each token's KV goes. finishing: those chunks that
+    reach the end of their tokens, in an order of their own; last_rows: int64, the last packed token of each, None when these
+    are all tokens in order. last_parts: of a row of the tokens at last_rows alone.
     """
 
     order: list[int]
@@ -50,33 +52,37 @@ class BatchPlan:
     parts: list[AttentionPart]
     finishing: list[int]
     last_rows: torch.Tensor | None
+    last_parts: list[AttentionPart]
     kv: KvCache
 
 
 def plan_batch(chunks: Seq[Chunk], kv: KvCache) -> BatchPlan:
     """Order the chunks, and find out where each token's KV goes and what it attends to."""
     num_ctx = [chunk.sequence.num_computed_tokens + chunk.num_tokens for chunk in chunks]
-    singles = sorted((i for i, chunk in enumerate(chunks) if chunk.num_tokens == 1), key=lambda i: -num_ctx[i])
-    longer = [i for i, chunk in enumerate(chunks) if chunk.num_tokens > 1]
+    by_length = sorted(range(len(chunks)), key=lambda i: -num_ctx[i])
+    singles = [i for i in by_length if chunks[i].num_tokens == 1]
+    longer = [i for i in by_length if chunks[i].num_tokens > 1]
+    parts = _plan_groups(singles, num_ctx, chunks, kv)
+    for i in longer:
+        parts.append(_plan_chunk(parts[-1].end if parts else 0, chunks[i], kv))
+    order = singles + longer
+    spans = [(chunks[i].sequence.block_table, chunks[i].sequence.num_computed_tokens, num_ctx[i]) for i in order]
+    finishing = [i for i in by_length if num_ctx[i] == len(chunks[i].sequence.token_ids)]
+    last_rows, last_parts = None, parts
+    if longer or len(finishing) < len(chunks):
+        ends = dict(zip(order, itertools.accumulate(chunks[i].num_tokens for i in order), strict=True))
+        last_rows = torch.tensor([ends[i] - 1 for i in finishing], dtype=torch.int64, device=kv.device)
+        last_parts = _plan_groups(finishing, num_ctx, chunks, kv)
+    return BatchPlan(order, kv.places(spans), parts, finishing, last_rows, last_parts, kv)
+
+
+def _plan_groups(singles: list[int], num_ctx: list[int], chunks: Seq[Chunk], kv: KvCache) -> list[AttentionPart]:
+    """Single tokens in a row, each the last one of its context; longest context first."""
     parts: list[AttentionPart] = []
     for group in _groups(singles, num_ctx, kv):
-        begin = parts[-1].end if parts else 0
         tables = [chunks[i].sequence.block_table for i in group]
-        parts.append(_plan_group(begin, tables, [num_ctx[i] for i in group], kv))
-    for i in longer:
-        begin = parts[-1].end if parts else 0
-        parts.append(_plan_chunk(begin, chunks[i], kv))
-    order = singles + longer
-    spans, finishing, last_rows, num_tokens = [], [], [], 0
-    for i in order:
-        sequence = chunks[i].sequence
-        spans.append((sequence.block_table, sequence.num_computed_tokens, num_ctx[i]))
-        num_tokens += chunks[i].num_tokens
-        if num_ctx[i] == len(sequence.token_ids):
-            finishing.append(i)
-            last_rows.append(num_tokens - 1)
-    rows = None if len(last_rows) == num_tokens else torch.tensor(last_rows, dtype=torch.int64, device=kv.device)
-    return BatchPlan(order, kv.places(spans), parts, finishing, rows, kv)
+        parts.append(_plan_group(parts[-1].end if parts else 0, tables, [num_ctx[i] for i in group], kv))
+    return parts
 
 
 def _groups(singles: list[int], num_ctx: list[int], kv: KvCache) -> list[list[int]]:

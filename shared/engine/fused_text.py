@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.nn.functional import silu
 
-from triptych.shared.engine.attention import attend
+from triptych.shared.engine.attention import attend, attend_last
 from triptych.shared.engine.batch_plan import BatchPlan
 
 KEY_ORDER = "interleaved"  # of a head in the KV: blocks of modules, whose heads are in halves, don't fit
@@ -68,20 +68,37 @@ class FusedText:
 
     def forward(self, hidden_TD: torch.Tensor, positions_3T: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
         """Hidden states [R, D] of plan.last_rows. hidden_TD, the embeddings, is overwritten."""
-        num_tokens = len(hidden_TD)
         angles_FT = positions_3T.index_select(0, self._axis_F) * self._frequency_F[:, None]
         turns_T1F = torch.polar(self._rotary_scale, angles_FT.t())[:, None]
         for index, layer in enumerate(self._layers):
-            qkv = torch.addmm(layer.qkv_bias, self._normed(hidden_TD), layer.qkv)
-            self._turn(qkv[:, : self._num_turned * self._head_size], turns_T1F)
-            heads = qkv.view(num_tokens, -1, self._head_size)
-            attended = attend(plan, index, heads[:, : self._num_heads], heads[:, self._num_heads :], self._scale)
             if index == len(self._layers) - 1 and plan.last_rows is not None:
-                hidden_TD, attended = hidden_TD[plan.last_rows], attended[plan.last_rows]  # of the others the KV was wanted
+                attended = self._attended_last(index, hidden_TD, turns_T1F, plan)
+                hidden_TD = hidden_TD[plan.last_rows]
+            else:
+                attended = self._attended(index, hidden_TD, turns_T1F, plan)
             for begin in range(0, len(hidden_TD), _TILE_ROWS):
                 tile = slice(begin, begin + _TILE_ROWS)
                 self._add_outputs(layer, hidden_TD[tile], attended[tile])
         return self._normed(hidden_TD) * self._norm_weight_D
+
+    def _attended(self, index: int, hidden_TD: torch.Tensor, turns_T1F: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
+        """[T, N * H]."""
+        layer = self._layers[index]
+        qkv = torch.addmm(layer.qkv_bias, self._normed(hidden_TD), layer.qkv)
+        heads = qkv.view(len(qkv), -1, self._head_size)
+        self._turn(heads[:, : self._num_turned], turns_T1F)
+        return attend(plan, index, heads[:, : self._num_heads], heads[:, self._num_heads :], self._scale)
+
+    def _attended_last(self, index: int, hidden_TD: torch.Tensor, turns_T1F: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
+        """[R, N * H]: of other tokens than those asked for, only keys and values are wanted."""
+        layer, size, normed_TD = self._layers[index], self._num_heads * self._head_size, self._normed(hidden_TD)
+        query = torch.addmm(layer.qkv_bias[:size], normed_TD[plan.last_rows], layer.qkv[:, :size])
+        query_RNH = query.view(len(query), self._num_heads, self._head_size)
+        kv = torch.addmm(layer.qkv_bias[size:], normed_TD, layer.qkv[:, size:])
+        kv_T2KH = kv.view(len(kv), -1, self._head_size)
+        self._turn(query_RNH, turns_T1F[plan.last_rows])
+        self._turn(kv_T2KH[:, : self._num_turned - self._num_heads], turns_T1F)
+        return attend_last(plan, index, query_RNH, kv_T2KH, self._scale)
 
     def _add_outputs(self, layer: _Layer, hidden_TD: torch.Tensor, attended_TX: torch.Tensor) -> None:
         """What attention and then the MLP add to the hidden states, in place."""
@@ -94,12 +111,12 @@ class FusedText:
         norm_T1 = torch.linalg.vector_norm(hidden_TD, dim=-1, keepdim=True, dtype=torch.float32)
         return (hidden_TD / torch.hypot(norm_T1, self._norm_floor)).to(hidden_TD.dtype)
 
-    def _turn(self, heads_TX: torch.Tensor, turns_T1F: torch.Tensor) -> None:
-        """Rotary turn, in place, of heads side by side: [T, number of heads * H]."""
-        pairs = heads_TX.float().view(len(heads_TX), -1, self._head_size // 2, 2)  # float32: no copy
+    def _turn(self, heads_TXH: torch.Tensor, turns_T1F: torch.Tensor) -> None:
+        """Rotary turn, in place, of any number of heads."""
+        pairs = heads_TXH.float().view(*heads_TXH.shape[:2], self._head_size // 2, 2)  # float32: no copy
         torch.view_as_complex(pairs).mul_(turns_T1F)
-        if heads_TX.dtype != torch.float32:
-            heads_TX.copy_(pairs.flatten(1))
+        if heads_TXH.dtype != torch.float32:
+            heads_TXH.copy_(pairs.flatten(2))
 
 
 def _fused(layer: Any) -> _Layer:
