@@ -38,6 +38,13 @@ def test_engine(tiny_checkpoint: Path) -> None:
 
 
 @pytest.mark.long
+def test_emulated() -> None:
+    report = quick("emulated")
+    assert sides_of(report, "router_cpu_ms") == {"instances_4", "instances_8"}
+    assert report["figures"]["num_lost.instances_8"] == 0
+
+
+@pytest.mark.long
 def test_latency(tiny_checkpoint: Path) -> None:
     report = quick("latency", "--model", str(tiny_checkpoint))
     assert sides_of(report, "picture_ttft_ms") == {"client", "engine_alone"}
