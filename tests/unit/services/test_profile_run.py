@@ -106,32 +106,27 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return Checkpoint(folder, "a-model", "r1", {}, IMAGES, 8192, 99, (), random_weights=True)
 
 
-@pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch, noise: float) -> CostedEngine:
-    costed = CostedEngine(noise)
-    monkeypatch.setattr(run, "open_engine", lambda settings, num_threads: costed)
-    return costed
-
-
-@pytest.fixture
-def noise() -> float:
-    return 0.0
-
-
-def measure(engine: CostedEngine, checkpoint: Checkpoint, is_quick: bool = True) -> Profile:
+def measure(engine: CostedEngine, checkpoint: Checkpoint) -> Profile:
     tools = Tools(engine.preprocess, lambda stage, num_left: None, engine.clock)
-    return measure_profile(Settings(), checkpoint, MACHINE, is_quick, tools)
-
-
-@pytest.mark.parametrize("is_quick", [True, False], ids=["quick", "full"])
-def test_the_truth_is_found(engine: CostedEngine, checkpoint: Checkpoint, is_quick: bool) -> None:
-    profile = measure(engine, checkpoint, is_quick)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "open_engine", lambda settings, num_threads: engine)
+        profile = measure_profile(Settings(), checkpoint, MACHINE, is_quick=True, tools=tools)
     assert engine.block_pool.num_free == NUM_BLOCKS
-    assert (profile.machine, profile.model.revision, profile.memory) == (MACHINE, "r1", TRUTH.memory)
-    for _, stage in profile.stages():
+    return profile
+
+
+@pytest.fixture(scope="module")
+def quick(checkpoint: Checkpoint) -> Profile:
+    """Measured without noise."""
+    return measure(CostedEngine(), checkpoint)
+
+
+def test_the_truth_is_found(quick: Profile) -> None:
+    assert (quick.machine, quick.model.revision, quick.memory) == (MACHINE, "r1", TRUTH.memory)
+    for _, stage in quick.stages():
         assert stage.error.num_points >= 2
         assert stage.error.p95 < 0.03
-    found = profile.cost_model()
+    found = quick.cost_model()
     image = TRUTH.image(300, 250)
     assert found.preprocess_s(700, 600) == pytest.approx(TRUTH.preprocess_s(700, 600), rel=0.03)
     assert found.encode_s([image] * 3) == pytest.approx(TRUTH.encode_s([image] * 3), rel=0.03)
@@ -139,8 +134,8 @@ def test_the_truth_is_found(engine: CostedEngine, checkpoint: Checkpoint, is_qui
     assert found.decode_s(DecodeBatch(20, 5000)) == pytest.approx(TRUTH.decode_s(DecodeBatch(20, 5000)), rel=0.03)
 
 
-def test_what_is_derived_is_that_of_the_truth(engine: CostedEngine, checkpoint: Checkpoint) -> None:
-    found = measure(engine, checkpoint).cost_model()
+def test_what_is_derived_is_that_of_the_truth(quick: Profile) -> None:
+    found = quick.cost_model()
     slo = isolated_slo(TRUTH, TYPICAL, 5.0)
     got, want = derive(found, TYPICAL, slo), derive(TRUTH, TYPICAL, slo)
     assert got.max_decode_batch == pytest.approx(want.max_decode_batch, rel=0.1)
@@ -151,16 +146,14 @@ def test_what_is_derived_is_that_of_the_truth(engine: CostedEngine, checkpoint: 
     assert want.image.batch > 1
 
 
-@pytest.mark.parametrize("noise", [0.2])
-def test_noise_that_medians_can_bear_keeps_the_promise(engine: CostedEngine, checkpoint: Checkpoint) -> None:
-    profile = measure(engine, checkpoint)
+def test_noise_that_medians_can_bear_keeps_the_promise(checkpoint: Checkpoint) -> None:
+    profile = measure(CostedEngine(noise=0.2), checkpoint)
     assert all(is_good(stage) for _, stage in profile.stages())
     assert warnings(profile) == []
 
 
-@pytest.mark.parametrize("noise", [0.95])
-def test_noise_that_they_can_not_bear_is_warned_of(engine: CostedEngine, checkpoint: Checkpoint) -> None:
-    profile = measure(engine, checkpoint)
+def test_noise_that_they_can_not_bear_is_warned_of(checkpoint: Checkpoint) -> None:
+    profile = measure(CostedEngine(noise=0.95), checkpoint)
     assert any(stage.error.p95 > MAX_P95_ERROR or stage.error.median > MAX_MEDIAN_ERROR for _, stage in profile.stages())
     assert "was the machine busy" in warnings(profile)[0]
 
@@ -169,12 +162,14 @@ def options(out: Path, **changes: Any) -> ProfileOptions:
     return replace(ProfileOptions(is_quick=True, out=out, load=None, slo_factor=5.0, is_json=False), **changes)
 
 
-@pytest.fixture
-def saved(engine: CostedEngine, checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Path:
+@pytest.fixture(scope="module")
+def saved(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A profile of this machine, made by the command."""
-    monkeypatch.setattr(run, "Tools", lambda preprocess, tick: Tools(preprocess, tick, engine.clock))
-    out = tmp_path / "a.json"
-    run_profile(Settings(), checkpoint, engine.preprocess, options(out))
+    engine, out = CostedEngine(), tmp_path_factory.mktemp("profiles") / "a.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "open_engine", lambda settings, num_threads: engine)
+        patch.setattr(run, "Tools", lambda preprocess, tick: Tools(preprocess, tick, engine.clock))
+        run_profile(Settings(), checkpoint, engine.preprocess, options(out))
     return out
 
 
@@ -193,7 +188,6 @@ def test_the_command_tells_saves_and_plots(saved: Path, checkpoint: Checkpoint, 
 
 
 def test_the_command_tells_programs(saved: Path, checkpoint: Checkpoint, capsys: pytest.CaptureFixture[str]) -> None:
-    capsys.readouterr()
     run_profile(Settings(), checkpoint, lambda encoded: None, options(saved, load=saved, is_json=True))
     told = json.loads(capsys.readouterr().out)
     assert told["stages"]["prefill"]["costs"]["fixed_s"] > 0
