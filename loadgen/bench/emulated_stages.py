@@ -1,7 +1,7 @@
 """Prefill and decode without a model, as one process on a real bus: what remains of a request's cost is the router's.
 
 `python -m triptych.loadgen.bench.emulated_stages` with TRIPTYCH_NATS_URL and TRIPTYCH_MODEL. Every sequence gets one token
-per step, all of a step in one message, as from the real decode stage; the first token comes at once.
+per step, and all of stream_interval_s are one message, as from the real decode stage; the first token comes at once.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import os
 import sys
+from dataclasses import dataclass
 
 from fastapi import FastAPI
 
@@ -44,6 +45,14 @@ NUM_BLOCKS = 1 << 20  # never full
 TOKEN_IDS = (97, 98, 99, 100)  # plain letters in byte-level vocabularies
 
 
+@dataclass(slots=True)
+class _Output:
+    """num_said: its tokens up to now; the first came from prefill."""
+
+    request: DecodeRequest
+    num_said: int = 1
+
+
 class EmulatedStages:
     """Implements ServiceApp."""
 
@@ -52,8 +61,7 @@ class EmulatedStages:
     def __init__(self, settings: Settings) -> None:
         self.app = FastAPI(title="emulated stages")
         self._settings = settings
-        self._running: dict[RequestId, DecodeRequest] = {}
-        self._num_said: dict[RequestId, int] = {}
+        self._running: dict[RequestId, _Output] = {}
         self._tensor_ids = itertools.count()
         self._context: ServiceContext
         self._checkpoint: Checkpoint
@@ -69,10 +77,10 @@ class EmulatedStages:
             case PrefillRequest():
                 return PrefillReply(TOKEN_IDS[0], self._time("prefill"), kv=self._kv(request.prompt.num_tokens))
             case DecodeRequest():
-                self._running[request.request_id], self._num_said[request.request_id] = request, 1
+                self._running[request.request_id] = _Output(request)
                 return Accepted()
             case ReleaseRequest():
-                self._drop(request.request_id)
+                self._running.pop(request.request_id, None)
                 return None
             case _:
                 raise InternalError(f"emulated stages have no use for a {type(request).__name__}", code="invalid_message")
@@ -90,8 +98,7 @@ class EmulatedStages:
         return Report(loads=loads, resources=resources, roles=roles, model=card)
 
     def on_router_lost(self, router_id: InstanceId) -> None:
-        for request in [request for request in self._running.values() if request.router_id == router_id]:
-            self._drop(request.request_id)
+        self._running = {key: output for key, output in self._running.items() if output.request.router_id != router_id}
 
     def is_idle(self) -> bool:
         return not self._running
@@ -100,10 +107,6 @@ class EmulatedStages:
         if self._stepping is not None:
             self._stepping.cancel()
             await asyncio.gather(self._stepping, return_exceptions=True)
-
-    def _drop(self, request_id: RequestId) -> None:
-        self._running.pop(request_id, None)
-        self._num_said.pop(request_id, None)
 
     def _time(self, stage: str) -> StageTime:
         return StageTime(stage, self._context.instance_id)
@@ -122,25 +125,26 @@ class EmulatedStages:
 
     async def _step_forever(self) -> None:
         loop = asyncio.get_running_loop()
+        num_steps = max(1, round(self._settings.stream_interval_s / STEP_S))  # in one message
         next_s = loop.time()
         while True:
-            next_s = max(next_s + STEP_S, loop.time())
+            next_s = max(next_s + num_steps * STEP_S, loop.time())
             await asyncio.sleep(next_s - loop.time())
             by_router: dict[InstanceId, list[TokenChunk]] = {}
-            for request in tuple(self._running.values()):
-                by_router.setdefault(request.router_id, []).append(self._next_chunk(request))
+            for output in tuple(self._running.values()):
+                by_router.setdefault(output.request.router_id, []).append(self._next_chunk(output, num_steps))
             for router_id, chunks in by_router.items():
                 batch = TokenBatch(self._context.instance_id, tuple(chunks))
                 await self._context.bus.publish_event(stream_subject(router_id), batch)
 
-    def _next_chunk(self, request: DecodeRequest) -> TokenChunk:
-        seq = self._num_said[request.request_id]
-        self._num_said[request.request_id] = seq + 1
-        tokens = (TOKEN_IDS[seq % len(TOKEN_IDS)],)
-        if seq + 1 < request.sampling.max_tokens:
-            return TokenChunk(request.request_id, seq, tokens)
-        self._drop(request.request_id)
-        return TokenChunk(request.request_id, seq, tokens, finish_reason="length", time=self._time("decode"))
+    def _next_chunk(self, output: _Output, num_tokens: int) -> TokenChunk:
+        request_id, seq = output.request.request_id, output.num_said
+        output.num_said = min(seq + num_tokens, output.request.sampling.max_tokens)
+        tokens = tuple(TOKEN_IDS[i % len(TOKEN_IDS)] for i in range(seq, output.num_said))
+        if output.num_said < output.request.sampling.max_tokens:
+            return TokenChunk(request_id, seq, tokens)
+        del self._running[request_id]
+        return TokenChunk(request_id, seq, tokens, finish_reason="length", time=self._time("decode"))
 
 
 if __name__ == "__main__":
