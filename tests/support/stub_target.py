@@ -47,7 +47,8 @@ def prompt_tokens(body: dict[str, Any]) -> int:
     count = float(TOKENS_PER_REQUEST)
     for message in body["messages"]:
         content = message["content"]
-        for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+        parts: list[dict[str, Any]] = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        for part in parts:
             if part["type"] == "text":
                 count += TOKENS_PER_WORD * len(part["text"].split())
             else:
