@@ -1,1 +1,1 @@
-"""Fixed workloads as files: what clients ask, how much and when. `loadgen replay NAME` and `loadgen synth NAME` take them by name."""
+"""Fixed workloads as files: what clients ask, how much and when. `loadgen replay NAME` and `loadgen synth NAME` take them."""
