@@ -79,7 +79,8 @@ class FusedText:
             for begin in range(0, len(hidden_TD), _TILE_ROWS):
                 tile = slice(begin, begin + _TILE_ROWS)
                 self._add_outputs(layer, hidden_TD[tile], attended[tile])
-        return self._normed(hidden_TD) * self._norm_weight_D
+        states: torch.Tensor = self._normed(hidden_TD) * self._norm_weight_D
+        return states
 
     def _attended(self, index: int, hidden_TD: torch.Tensor, turns_T1F: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
         """[T, N * H]."""
@@ -137,11 +138,11 @@ def _fused(layer: Any) -> _Layer:
 
 def _interleaved(heads: torch.Tensor, head_size: int) -> torch.Tensor:
     """[number of heads * H, ...], of each head 0, F, 1, F + 1, ... instead of 0, 1, ..., F, F + 1, ..."""
-    halves = heads.unflatten(0, (-1, 2, head_size // 2))
-    return halves.transpose(1, 2).flatten(0, 2)
+    halves = heads.view(-1, 2, head_size // 2, *heads.shape[1:])
+    return halves.transpose(1, 2).reshape(heads.shape)
 
 
 def _times_norm(weight_OD: torch.Tensor, norm_D: torch.Tensor) -> torch.Tensor:
     """Weights for what `FusedText._normed` gives."""
-    scaled_D = norm_D.float() * len(norm_D) ** 0.5
+    scaled_D: torch.Tensor = norm_D.float() * len(norm_D) ** 0.5
     return (weight_OD.float() * scaled_D).to(weight_OD.dtype)
