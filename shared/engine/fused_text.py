@@ -122,10 +122,9 @@ class FusedText:
 
 def _fused(layer: Any) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
-    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-    order = (_interleaved, _interleaved, lambda heads, _: heads)
-    qkv = torch.cat([turn(p.weight, attention.head_dim) for turn, p in zip(order, projections, strict=True)])
-    bias = torch.cat([turn(p.bias, attention.head_dim) for turn, p in zip(order, projections, strict=True)])
+    q, k, v, head_size = attention.q_proj, attention.k_proj, attention.v_proj, attention.head_dim
+    qkv = torch.cat((_interleaved(q.weight, head_size), _interleaved(k.weight, head_size), v.weight))
+    bias = torch.cat((_interleaved(q.bias, head_size), _interleaved(k.bias, head_size), v.bias))
     gate_up = torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight))
     return _Layer(
         qkv=_times_norm(qkv, layer.input_layernorm.weight).t(),
