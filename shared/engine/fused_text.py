@@ -1,12 +1,8 @@
 """The text layers of a transformers model as few calls into torch: on a CPU a small model's step is mostly calls.
 
-Takes the weights over from the modules, and changes them so that each step of a layer is one call, or two:
-- query, key and value are one product, and so are gate and up;
-- the weights of the norms before them are multiplied into them;
-- a head's halves are interleaved, so that a rotary turn is a product of complex numbers, in place.
-Numbers equal those of the modules but for rounding. Layers built like Qwen2.5's are supported, see `can_fuse`.
-
-Shapes: T packed tokens, R rows that are asked for, D model, N query heads, K kv heads, H head size, F = H / 2 frequencies.
+Query, key and value are one product, gate and up another; the norms' weights are multiplied into them; a head's halves are
+interleaved, so that a rotary turn is a product of complex numbers, in place. Numbers equal the modules' but for rounding.
+Shapes: T packed tokens, R rows asked for, D model, N query heads, K kv heads, H head size, F = H / 2 frequencies.
 """
 
 from __future__ import annotations
@@ -38,6 +34,7 @@ class _Layer:
 
 
 def can_fuse(text_model: Any) -> bool:
+    """Whether its layers are built like Qwen2.5's, with frequencies that stay."""
     config = text_model.config
     is_known = all(type(layer).__name__ in _LAYER_KINDS for layer in text_model.layers)
     return is_known and config.hidden_act == "silu" and text_model.rotary_emb.rope_type not in _MOVING_ROPE_KINDS
