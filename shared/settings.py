@@ -70,7 +70,7 @@ class Settings(BaseSettings):
     # time
     body_timeout_s: float = Field(30.0, gt=0, description="how long the body of a request may take to arrive")
     request_timeout_s: float = Field(120.0, gt=0, description="deadline of a request")
-    stream_interval_s: float = Field(0.01, ge=0, le=1, description="least time between two token messages; 0: one per step")
+    stream_interval_s: float = Field(0.02, ge=0, le=1, description="least time between two token messages; 0: one per step")
     ping_interval_s: float = Field(10.0, gt=0, description="longest silence in a stream, the wait for its first token included")
     stage_wait_s: float = Field(20.0, ge=0, description="how long a request waits for an absent stage before 503")
     heartbeat_interval_s: float = Field(0.5, gt=0)

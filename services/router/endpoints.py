@@ -138,9 +138,9 @@ class RequestIds:
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"").decode("latin-1")
         request_id = given if _REQUEST_ID.fullmatch(given) else self._router.new_request_id()
 
-        async def send_with_id(message: Message) -> None:
+        def send_with_id(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
-            await send(message)
+            return send(message)
 
         await self._app(scope, receive, send_with_id)

@@ -88,7 +88,7 @@ class Session:
 
     async def _respond(self) -> Response:
         body, self._body = self._body, b""  # pictures and all, it is let go of when it has been read
-        ask = await self._edge.in_worker(self._api.read, body)
+        ask = await self._edge.read(self._api.read, body)
         self._num_choices = ask.generation.num_choices
         bodies = self._api.bodies(
             f"{self._api.id_prefix}-{self._record.base_id}",
@@ -140,7 +140,9 @@ class Session:
             if opening and not first.done():
                 yield opening
                 opening = b""
-            yield opening + self._news(bodies, await first)
+            piece = await first
+            self._first = None
+            yield opening + self._news(bodies, piece)
             if len(self._records) == 1:
                 self._share.give_back()  # there will be no other attempt: the pictures are gone
             async for piece in rest:

@@ -35,6 +35,7 @@ class EventStream(Response):
         self._ping_interval_s = ping_interval_s
         self._close = close
         self._sent_at_s = 0.0
+        self._pinging: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -49,16 +50,21 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         loop = asyncio.get_running_loop()
         self._sent_at_s = loop.time()
-        pinging = asyncio.create_task(self._ping(send), name="pings")
+        timer = loop.call_later(self._ping_interval_s, self._begin_pings, send)  # few streams need a task for them
         try:
             async with aclosing(self._events) as events:
                 async for piece in events:
                     self._sent_at_s = loop.time()
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
         finally:
-            pinging.cancel()
-            await asyncio.gather(pinging, return_exceptions=True)
+            timer.cancel()
+            if self._pinging is not None:
+                self._pinging.cancel()
+                await asyncio.gather(self._pinging, return_exceptions=True)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _begin_pings(self, send: Send) -> None:
+        self._pinging = asyncio.create_task(self._ping(send), name="pings")
 
     async def _ping(self, send: Send) -> None:
         loop = asyncio.get_running_loop()

@@ -430,6 +430,7 @@ async def test_pictures_are_let_go_of_with_the_first_token(world: World) -> None
 async def test_a_prompt_that_waits_too_long_for_a_thread_is_no_fault_of_its_client(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("triptych.services.router.edge.SHORT_BYTES", 0)
     monkeypatch.setattr("triptych.services.router.edge.PREPARE_TIMEOUT_S", 0.05)
     world.add_all()
     go = threading.Event()
@@ -441,7 +442,17 @@ async def test_a_prompt_that_waits_too_long_for_a_thread_is_no_fault_of_its_clie
     assert error_of(response)["code"] == "overloaded"
 
 
+async def test_a_short_prompt_waits_for_no_thread(world: World) -> None:
+    world.add_all()
+    go = threading.Event()
+    for _ in range(NUM_WORKER_THREADS):
+        world.router._workers.submit(go.wait, 10)
+    assert (await world.ask()).status_code == 200
+    go.set()
+
+
 async def test_nor_is_one_whose_thread_came_late(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triptych.services.router.edge.SHORT_BYTES", 0)
     monkeypatch.setattr("triptych.services.router.edge.PREPARE_TIMEOUT_S", 0.05)
     monkeypatch.setattr("triptych.services.router.edge.time", SimpleNamespace(monotonic=lambda: 0.0))  # it has just begun
     world.add_all()
