@@ -6,6 +6,8 @@ Every wait has an explicit timeout (Gloo's own is 30 minutes) and an expired wai
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -15,6 +17,8 @@ from triptych.shared.transport.layout import raw_bytes
 from triptych.shared.transport.rendezvous import OWNER_RANK, PULLER_RANK, Backend, Group, Work
 from triptych.shared.transport.threads import in_thread
 
+MAX_PIECES = 1 << 12  # of one transfer; each has a tag of its own, from transfer_id on
+_PIECE_BYTES = 4 << 20  # measured, 64 MB on loopback: 1.8 times as fast over Gloo as in one piece, 1 and 16 MB a little less
 MAX_TRANSFERS = 2  # chosen: waits of one pair at once; two keep the link busy, and one sick peer can hold no more threads
 _FINISH_TIMEOUT_S = 1.0  # chosen: the puller has everything when it says so; only our own bookkeeping may lag
 
@@ -32,7 +36,7 @@ class Pair:
         self.backend = backend
         self._group: Group | None = group
         self._slots = asyncio.Semaphore(1 if backend == "nccl" else MAX_TRANSFERS)
-        self._sends: dict[int, tuple[Work, torch.Tensor]] = {}
+        self._sends: dict[int, tuple[list[Work], torch.Tensor]] = {}
 
     @property
     def is_closed(self) -> bool:
@@ -54,8 +58,10 @@ class Pair:
         if group is None:
             raise pair_lost()
         tensor = raw if self.backend == "gloo" else raw.cuda()
+        works, _ = sends[transfer_id] = [], tensor
         try:
-            sends[transfer_id] = group.send([tensor], PULLER_RANK, transfer_id), tensor
+            for tag, piece in enumerate(self._pieces(tensor), transfer_id):
+                works.append(group.send([piece], PULLER_RANK, tag))
         except RuntimeError as error:
             raise pair_lost() from error
 
@@ -63,9 +69,9 @@ class Pair:
         """The puller says that the transfer is over; False when the send is not, which breaks the group."""
         if transfer_id not in self._sends:
             return True
-        work, _ = self._sends.pop(transfer_id)
+        works, _ = self._sends.pop(transfer_id)
         try:
-            await in_thread(lambda: work.wait(timedelta(seconds=_FINISH_TIMEOUT_S)))
+            await in_thread(lambda: _wait_for_all(works, _FINISH_TIMEOUT_S))
         except RuntimeError:
             return False
         return True
@@ -82,7 +88,8 @@ class Pair:
         raw = raw_bytes(destination)
 
         def wait_for_bytes() -> None:
-            group.recv([raw], OWNER_RANK, transfer_id).wait(timedelta(seconds=max(timeout_s, 0.001)))
+            pieces = enumerate(self._pieces(raw), transfer_id)
+            _wait_for_all([group.recv([piece], OWNER_RANK, tag) for tag, piece in pieces], timeout_s)
             if self.backend == "nccl":
                 torch.cuda.synchronize()
 
@@ -90,6 +97,11 @@ class Pair:
             await in_thread(wait_for_bytes)
         except RuntimeError as error:
             raise pair_lost() from error
+
+    def _pieces(self, raw: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The same on both sides; NCCL sends everything in one."""
+        num_bytes = len(raw) if self.backend == "nccl" else max(_PIECE_BYTES, -(-len(raw) // MAX_PIECES))
+        return torch.split(raw, max(num_bytes, 1))
 
     def drop(self) -> asyncio.Future[None]:
         """Drop the group; when the future is done nothing reads the memory of our sends any more."""
@@ -99,3 +111,10 @@ class Pair:
 
     async def close(self) -> None:
         await asyncio.wait([self.drop()], timeout=_FINISH_TIMEOUT_S)
+
+
+def _wait_for_all(works: Sequence[Work], timeout_s: float) -> None:
+    """For all of them. Raises RuntimeError as Work.wait does."""
+    deadline_s = time.monotonic() + timeout_s
+    for work in works:
+        work.wait(timedelta(seconds=max(deadline_s - time.monotonic(), 0.001)))

@@ -24,7 +24,7 @@ from triptych.shared.errors import UNREACHABLE, DeadlineExceeded, InstanceLost, 
 from triptych.shared.instance_info import TransportAddress
 from triptych.shared.messages import InstanceId, PullDone, PullReply, PullRequest, TensorRef
 from triptych.shared.transport.api import ControlPlane
-from triptych.shared.transport.pair import Pair, pair_lost
+from triptych.shared.transport.pair import MAX_PIECES, Pair, pair_lost
 from triptych.shared.transport.shared_memory import SharedMemory
 from triptych.shared.transport.torch_distributed import Owners, backend_of
 
@@ -77,10 +77,10 @@ class Puller:
         self._mode = mode
         self._shared_memory = shared_memory
         self._owners = owners
-        self._transfer_ids = itertools.count(1)
+        self._transfer_ids = itertools.count(MAX_PIECES, MAX_PIECES)
 
     def next_transfer_id(self) -> int:
-        """Unique among this puller's transfers of the last hours; Gloo's tags are 31 bits."""
+        """Unique among this puller's last half a million transfers: Gloo's tags are 31 bits, a transfer takes MAX_PIECES."""
         return next(self._transfer_ids) % _TAGS
 
     async def pull(self, pull: Pull) -> torch.Tensor:

@@ -44,7 +44,14 @@ async def quickly(awaitable: Awaitable[Any], within_s: float = 8.0) -> Any:
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_tensors_cross(processes: Processes) -> None:
-    for num_bytes, dtype in ((1, "uint8"), (0, "float32"), (6_002, "bfloat16"), (40_000, "int64"), (64 << 20, "float32")):
+    for num_bytes, dtype in (
+        (1, "uint8"),
+        (0, "float32"),
+        (6_002, "bfloat16"),
+        (40_000, "int64"),
+        (9_000_001, "uint8"),
+        (64 << 20, "float32"),
+    ):
         await processes.check(num_bytes, dtype)
     for num_bytes in (1, 0, 100_000):
         ref = await processes.transport.put(pattern(num_bytes, "uint8"), REQUEST, 60.0)
@@ -217,7 +224,7 @@ async def test_puller_killed_while_it_pulls(make: Callable[..., Awaitable[Proces
 def is_receiving() -> bool:
     """A thread of ours waits in a Gloo receive."""
     frames = sys._current_frames().values()
-    return any(frame.f_code.co_name == "wait_for_bytes" for frame in frames)
+    return any(frame.f_code.co_name == "_wait_for_all" for frame in frames)
 
 
 def listening_hosts(pid: int) -> set[str]:
