@@ -45,8 +45,7 @@ def _attend_parts(
             keys, values = kv.transpose(0, 1).chunk(2)
             outputs.append(_attend_chunk(query, keys, values, None, scale))
             continue
-        plan.kv.gather(layer, part.context)
-        keys, values = part.context.keys, part.context.values
+        keys, values = part.context.read(layer, kv)
         if part.is_group:
             outputs.append(_attend_group(query, keys, values, part.mask, scale))
         else:

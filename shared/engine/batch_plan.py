@@ -18,6 +18,7 @@ import torch
 
 from triptych.shared.engine.api import Chunk
 from triptych.shared.engine.kv_cache import Context, KvCache
+from triptych.shared.engine.kv_mirror import Mirrors, padded
 
 _GROUP_SLACK_TOKENS = 128  # chosen: contexts that differ by less are padded to one length rather than run apart
 _GROUP_BYTES = 8 << 20  # measured: on a CPU, what is gathered of a layer should still be in its caches when it is read
@@ -56,32 +57,42 @@ class BatchPlan:
     kv: KvCache
 
 
-def plan_batch(chunks: Seq[Chunk], kv: KvCache) -> BatchPlan:
-    """Order the chunks, and find out where each token's KV goes and what it attends to."""
+def plan_batch(chunks: Seq[Chunk], kv: KvCache, mirrors: Mirrors | None = None) -> BatchPlan:
+    """Order the chunks, and find out where each token's KV goes and what it attends to. mirrors: for batches that only
+    decode; the last layer of others has groups of its own."""
     num_ctx = [chunk.sequence.num_computed_tokens + chunk.num_tokens for chunk in chunks]
     by_length = sorted(range(len(chunks)), key=lambda i: -num_ctx[i])
     singles = [i for i in by_length if chunks[i].num_tokens == 1]
     longer = [i for i in by_length if chunks[i].num_tokens > 1]
-    parts = _plan_groups(singles, num_ctx, chunks, kv)
-    for i in longer:
-        parts.append(_plan_chunk(parts[-1].end if parts else 0, chunks[i], kv))
     order = singles + longer
     spans = [(chunks[i].sequence.block_table, chunks[i].sequence.num_computed_tokens, num_ctx[i]) for i in order]
+    places = kv.places(spans)
     finishing = [i for i in by_length if num_ctx[i] == len(chunks[i].sequence.token_ids)]
-    last_rows, last_parts = None, parts
-    if longer or len(finishing) < len(chunks):
-        ends = dict(zip(order, itertools.accumulate(chunks[i].num_tokens for i in order), strict=True))
-        last_rows = torch.tensor([ends[i] - 1 for i in finishing], dtype=torch.int64, device=kv.device)
-        last_parts = _plan_groups(finishing, num_ctx, chunks, kv)
-    return BatchPlan(order, kv.places(spans), parts, finishing, last_rows, last_parts, kv)
+    if not longer and len(finishing) == len(chunks):
+        parts = _plan_groups(singles, num_ctx, chunks, kv, mirrors)
+        return BatchPlan(order, places, parts, finishing, None, parts, kv)
+    parts = _plan_groups(singles, num_ctx, chunks, kv, None)
+    for i in longer:
+        parts.append(_plan_chunk(parts[-1].end if parts else 0, chunks[i], kv))
+    ends = dict(zip(order, itertools.accumulate(chunks[i].num_tokens for i in order), strict=True))
+    last_rows = torch.tensor([ends[i] - 1 for i in finishing], dtype=torch.int64, device=kv.device)
+    last_parts = _plan_groups(finishing, num_ctx, chunks, kv, None)
+    return BatchPlan(order, places, parts, finishing, last_rows, last_parts, kv)
 
 
-def _plan_groups(singles: list[int], num_ctx: list[int], chunks: Seq[Chunk], kv: KvCache) -> list[AttentionPart]:
+def _plan_groups(
+    singles: list[int], num_ctx: list[int], chunks: Seq[Chunk], kv: KvCache, mirrors: Mirrors | None
+) -> list[AttentionPart]:
     """Single tokens in a row, each the last one of its context; longest context first."""
     parts: list[AttentionPart] = []
     for group in _groups(singles, num_ctx, kv):
+        begin, num_group_ctx = parts[-1].end if parts else 0, [num_ctx[i] for i in group]
         tables = [chunks[i].sequence.block_table for i in group]
-        parts.append(_plan_group(parts[-1].end if parts else 0, tables, [num_ctx[i] for i in group], kv))
+        context: Context | None = mirrors.of_group(begin, tables, num_group_ctx) if mirrors is not None else None
+        if context is None:
+            num_blocks = -(-num_group_ctx[0] // kv.block_size)
+            context = kv.context([padded(table, num_blocks) for table in tables], num_group_ctx[0])
+        parts.append(AttentionPart(begin, begin + len(group), True, context, _group_mask(num_group_ctx, kv)))
     return parts
 
 
@@ -98,16 +109,11 @@ def _groups(singles: list[int], num_ctx: list[int], kv: KvCache) -> list[list[in
     return groups
 
 
-def _plan_group(begin: int, tables: list[list[int]], num_ctx: list[int], kv: KvCache) -> AttentionPart:
-    num_blocks = -(-num_ctx[0] // kv.block_size)  # the longest comes first
-    # padded with a block of its own: a masked NaN still spreads, and must not come from another request
-    padded = [(table + table[-1:] * (num_blocks - len(table)))[:num_blocks] for table in tables]
-    context = kv.context(padded, num_ctx[0])
-    mask = None
-    if num_ctx[-1] < num_ctx[0]:
-        index = torch.arange(num_ctx[0], device=kv.device)
-        mask = _mask(index >= torch.tensor(num_ctx, device=kv.device)[:, None], kv)[:, None, None, :]
-    return AttentionPart(begin, begin + len(tables), True, context, mask)
+def _group_mask(num_ctx: list[int], kv: KvCache) -> torch.Tensor | None:
+    if num_ctx[-1] == num_ctx[0]:
+        return None
+    index = torch.arange(num_ctx[0], device=kv.device)
+    return _mask(index >= torch.tensor(num_ctx, device=kv.device)[:, None], kv)[:, None, None, :]
 
 
 def _plan_chunk(begin: int, chunk: Chunk, kv: KvCache) -> AttentionPart:

@@ -15,6 +15,7 @@ from triptych.shared.checkpoint import Checkpoint
 from triptych.shared.engine.api import Chunk, Sequence
 from triptych.shared.engine.batch_plan import plan_batch
 from triptych.shared.engine.kv_cache import KvCache
+from triptych.shared.engine.kv_mirror import Mirrors
 from triptych.shared.engine.paged_kv import BlockPool
 from triptych.shared.engine.positions import check_chunk, check_prompt, packed_positions
 from triptych.shared.engine.qwen2_5_vl import Qwen25VL
@@ -62,6 +63,7 @@ class TorchEngine:
             raise BadRequest(f"kv_cache_bytes is less than one KV block, {block_bytes} bytes", code="bad_setting")
         self.block_pool = BlockPool(num_blocks)
         self._kv = KvCache((model.num_layers, num_blocks, *layout), self._dtype, self._device)
+        self._mirrors = Mirrors(self._kv) if self._device.type == "cpu" else None  # a GPU gathers fast
         limits = [checkpoint.max_position_embeddings, num_blocks * self.block_size, settings.max_model_len]
         self.model_card = ModelCard(
             name=checkpoint.name,
@@ -98,7 +100,7 @@ class TorchEngine:
     def run(self, chunks: Seq[Chunk]) -> list[int | None]:
         for chunk in chunks:
             check_chunk(chunk, self.block_size)
-        plan = plan_batch(chunks, self._kv)
+        plan = plan_batch(chunks, self._kv, self._mirrors)
         ordered = [chunks[i] for i in plan.order]
         positions_3T = packed_positions(ordered).to(self._device)
         hidden_RD = self._model.forward(self._embeddings(ordered), positions_3T, plan)

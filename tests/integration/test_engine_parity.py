@@ -12,6 +12,7 @@ from PIL import Image
 
 from support.engine_cases import (
     MAX_TOKENS,
+    Answer,
     Case,
     Model,
     finish,
@@ -24,7 +25,7 @@ from support.engine_cases import (
     step,
 )
 from triptych.shared.checkpoint import Checkpoint, open_checkpoint
-from triptych.shared.engine import fused_text
+from triptych.shared.engine import fused_text, kv_mirror
 from triptych.shared.engine.api import Chunk, ImageSpan, Sequence
 from triptych.shared.engine.torch_engine import TorchEngine, load_engine
 from triptych.shared.engine.vision import patchify
@@ -79,6 +80,21 @@ def test_mixed_batches_of_random_chunks(checkpoint: Checkpoint, cases: list[Case
     for case, sequence in zip(cases, everything, strict=True):
         assert case.answer.difference(output(sequence)) is None
     release(engine, everything)
+
+
+def test_decoding_groups_that_are_kept(checkpoint: Checkpoint, cases: list[Case], monkeypatch: pytest.MonkeyPatch) -> None:
+    """However small; one after another leaves, and those that come take their blocks."""
+    monkeypatch.setattr(kv_mirror, "LEAST_BYTES", 0)
+    engine = make_engine(checkpoint)
+    for rotated in (cases, cases[5:] + cases[:5]):
+        limits = [2 + i % (MAX_TOKENS - 1) for i in range(len(rotated))]
+        pairs = list(zip(rotated, limits, strict=True))
+        sequences = [new_sequence(engine, checkpoint, case, SamplingParams(max_tokens=limit)) for case, limit in pairs]
+        finish(engine, sequences)
+        for (case, limit), sequence in zip(pairs, sequences, strict=True):
+            answer = Answer(case.answer.token_ids[:limit], case.answer.gaps[:limit])
+            assert answer.difference(output(sequence)) is None
+        release(engine, sequences)
 
 
 def test_layers_that_are_not_fused(checkpoint: Checkpoint, cases: list[Case], monkeypatch: pytest.MonkeyPatch) -> None:
