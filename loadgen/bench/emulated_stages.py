@@ -42,7 +42,7 @@ from triptych.shared.settings import Settings, load_settings
 
 STEP_S = 0.005  # chosen: time between tokens; 200 answers a second of 64 tokens are then 64 at a time, one full batch
 NUM_BLOCKS = 1 << 20  # never full
-TOKEN_IDS = (97, 98, 99, 100)  # plain letters in byte-level vocabularies
+TOKEN_IDS = (64, 65, 66, 67)  # a, b, c, d in byte-level vocabularies, which begin with "!"
 
 
 @dataclass(slots=True)

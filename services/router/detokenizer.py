@@ -14,11 +14,13 @@ _MAX_CHAR_TOKENS = 3  # an unfinished UTF-8 character has at most 3 bytes, and a
 class Detokenizer:
     """`push` gives the text that is certain by now, `finish` the rest; together they are decode(all tokens).
 
-    Text is decoded after the tokens that came out last, since a tokenizer may decode a token differently at the start.
+    Text is decoded after the tokens that came out last when needs_context: a tokenizer may decode a token differently at the
+    start. One that is byte-level does not, and is asked for a third as much.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, needs_context: bool = True) -> None:
         self._tokenizer = tokenizer
+        self.needs_context = needs_context
         self._context: list[int] = []
         self._before = ""  # the context's text
         self._pending: list[int] = []
@@ -44,8 +46,9 @@ class Detokenizer:
         return self._emit(len(self._pending), self._decode(self._pending))
 
     def _emit(self, count: int, text: str) -> str:
-        self._context, self._pending = self._pending[:count], self._pending[count:]
-        self._before = self._text(self._context)
+        is_context = self.needs_context or text.endswith(_REPLACEMENT)  # which may go on, and is then no second one
+        self._context, self._pending = self._pending[: count if is_context else 0], self._pending[count:]
+        self._before = self._text(self._context) if is_context else ""
         return text
 
     def _decode(self, token_ids: list[int]) -> str:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tokenizers import Tokenizer
-
-from triptych.services.router.detokenizer import Detokenizer
 from triptych.services.router.stop_strings import StopStrings
 from triptych.services.router.token_streams import Tokens
+from triptych.services.router.token_texts import TokenTexts
 from triptych.shared.messages import FinishReason
 from triptych.shared.sampling_params import TokenLogprobs
 
@@ -35,9 +33,9 @@ class Piece:
 class Output:
     """stop: strings that end it; text of the first min_tokens tokens is not searched. num_tokens: output tokens up to now."""
 
-    def __init__(self, index: int, tokenizer: Tokenizer, stop: Sequence[str] = (), min_tokens: int = 0) -> None:
+    def __init__(self, index: int, texts: TokenTexts, stop: Sequence[str] = (), min_tokens: int = 0) -> None:
         self._index = index
-        self._detokenizer = Detokenizer(tokenizer)
+        self._detokenizer = texts.detokenizer()
         self._stops = StopStrings(stop)
         self._min_tokens = min_tokens
         self._can_stop = bool(stop)

@@ -114,12 +114,12 @@ class Session:
     def _choices(self, ask: Ask) -> list[Choice]:
         """Each is a request of its own to the stages: its record, its seed, its output."""
         made: list[Choice] = []
-        generation, tokenizer = ask.generation, self._edge.model.prompts.tokenizer
+        generation = ask.generation
         for prompt in ask.prompts:
             for i in range(generation.num_choices):
                 params = generation.params(i, self._edge.parts.limits.stop_token_ids)
                 job = Job(prompt, list(ask.sources), params, generation.stream, bool(generation.stop), ask.param)
-                output = partial(Output, len(made), tokenizer, generation.stop, params.min_tokens)
+                output = partial(Output, len(made), self._edge.texts, generation.stop, params.min_tokens)
                 made.append(Choice(job, self._record if not made else self._record.sibling(len(made)), output))
         return made
 

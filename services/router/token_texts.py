@@ -1,4 +1,4 @@
-"""What single tokens stand for: their bytes, which need not be whole characters. Used for log probabilities."""
+"""What tokens stand for. Single ones: their bytes, which need not be whole characters; used for log probabilities."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import re
 
 import msgspec
 from tokenizers import Tokenizer
+
+from triptych.services.router.detokenizer import Detokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -24,9 +26,13 @@ class TokenTexts:
         self._tokenizer = tokenizer
         self._fields: dict[int, bytes] = {}  # at most the vocabulary
         self._added = {id_: token.content.encode() for id_, token in tokenizer.get_added_tokens_decoder().items()}
-        decoder = tokenizer.decoder
-        is_byte_level = decoder is not None and b"ByteLevel" in decoder.__getstate__()
-        self._alphabet = _byte_level_alphabet() if is_byte_level else None
+        decoder = b"{}" if tokenizer.decoder is None else tokenizer.decoder.__getstate__()
+        self._alphabet = _byte_level_alphabet() if b"ByteLevel" in decoder else None
+        self._is_byte_level_only = msgspec.json.decode(decoder).get("type") == "ByteLevel"
+
+    def detokenizer(self) -> Detokenizer:
+        """For a new output."""
+        return Detokenizer(self._tokenizer, needs_context=not self._is_byte_level_only)
 
     def bytes_of(self, token_id: int) -> bytes:
         """Nothing for an id without a token: models have room for some."""

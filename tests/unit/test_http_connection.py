@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 
 import pytest
@@ -104,3 +104,41 @@ async def test_slow_readers_and_late_answers_are_not() -> None:
             assert num_bytes > NUM_LARGE_BYTES
             assert b"begun" in late
             assert b"ended" in late
+
+
+class Recorder(asyncio.Transport):
+    """sent: what went out, in how many pieces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[bytes] = []
+        self.is_closed = False
+
+    def writelines(self, list_of_data: Iterable[bytes | bytearray | memoryview]) -> None:
+        self.sent.append(b"".join(list_of_data))
+
+    def is_closing(self) -> bool:
+        return self.is_closed
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+async def test_what_is_written_in_one_turn_goes_out_together() -> None:
+    transport = Recorder()
+    writer = http_connection.TurnWriter(transport, asyncio.get_running_loop())
+    writer.write(b"head ")
+    writer.write(b"body")
+    assert transport.sent == []
+    await asyncio.sleep(0)
+    assert transport.sent == [b"head body"]
+    large = bytes(http_connection.MAX_HELD_BYTES + 1)
+    writer.write(large)
+    assert transport.sent[1:] == [large]  # at once
+    writer.write(b"the ")
+    writer.write(b"end")
+    writer.close()
+    assert transport.sent[2:] == [b"the end"]
+    writer.write(b"too late")
+    await asyncio.sleep(0)
+    assert transport.sent[3:] == []

@@ -80,7 +80,7 @@ def test_text_up_to_the_first_stop_string(pieces: list[str], stops: list[str]) -
 def test_stop_strings_across_tokens(tokenizer: Tokenizer, text: str, stop: str, expected: str, step: int) -> None:
     """Usage does not depend on how many tokens came at once."""
     token_ids = tokenizer.encode(text, add_special_tokens=False).ids
-    output = Output(0, tokenizer, (stop,))
+    output = Output(0, TokenTexts(tokenizer), (stop,))
     pieces = run(output, token_ids, step)
     assert text_of(pieces) == expected
     assert pieces[-1].finish_reason == ("stop" if stop in text else "length")
@@ -93,7 +93,7 @@ def test_stop_strings_across_tokens(tokenizer: Tokenizer, text: str, stop: str, 
 def test_stop_strings_do_not_count_within_min_tokens(tokenizer: Tokenizer) -> None:
     token_ids = tokenizer.encode("xQxQxQ", add_special_tokens=False).ids
     assert len(token_ids) == 6
-    output = Output(0, tokenizer, ("Q",), min_tokens=3)
+    output = Output(0, TokenTexts(tokenizer), ("Q",), min_tokens=3)
     assert (text_of(run(output, token_ids, 1)), output.num_tokens) == ("xQx", 4)
 
 
@@ -102,7 +102,7 @@ def test_stop_strings_do_not_count_within_min_tokens(tokenizer: Tokenizer) -> No
 def test_tokens_and_their_bytes(tokenizer: Tokenizer, text: str, step: int) -> None:
     """Each token is told once, with its own probability and bytes that join to the text, even where it cuts a character."""
     token_ids = tokenizer.encode(text, add_special_tokens=False).ids
-    pieces = run(Output(0, tokenizer), token_ids, step)
+    pieces = run(Output(0, TokenTexts(tokenizer)), token_ids, step)
     told = [token for piece in pieces for token in piece.tokens]
     assert [token.token_id for token in told] == token_ids
     assert [token.logprobs.logprob for token in told] == [-float(id_) for id_ in token_ids]
