@@ -70,7 +70,7 @@ def sequence(blocks: range, num_tokens: int) -> Sequence:
 
 
 def group() -> list[Sequence]:
-    return [sequence(range(30), 30), sequence(range(30, 60), 29), sequence(range(60, 90), 9)]
+    return [sequence(range(30), 30), sequence(range(30, 60), 30), sequence(range(60, 90), 9)]
 
 
 def numbers(num_blocks: int, value: float = 7.0) -> torch.Tensor:
@@ -120,7 +120,13 @@ def is_preempted_and_resumed_elsewhere(decoder: Decoder, sequences: list[Sequenc
 
 
 def changes_its_order(decoder: Decoder, sequences: list[Sequence]) -> None:
-    sequences[0], sequences[1] = sequence(range(30, 60), 33), sequence(range(30), 33)
+    """Two of the same length."""
+    sequences[0], sequences[1] = sequences[1], sequences[0]
+
+
+def has_another_block(decoder: Decoder, sequences: list[Sequence]) -> None:
+    """In the list that it had before."""
+    sequences[1].block_table[2] = 100
 
 
 def decodes_in_part(decoder: Decoder, sequences: list[Sequence]) -> None:
@@ -141,6 +147,7 @@ CHANGES = [
     imports_into_a_block,
     is_preempted_and_resumed_elsewhere,
     changes_its_order,
+    has_another_block,
     decodes_in_part,
     takes_two_tokens,
     fails_after_the_first_layer,
