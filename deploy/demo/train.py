@@ -22,18 +22,20 @@ import torch
 from training.recipe import STANDARD
 from training.trainer import Setup, StateMismatch, Trainer
 
+from triptych.shared.machine import num_cores
+
 NUM_HELD_OUT_BATCHES = 60  # 20 rows each: a few hundred questions of nearly every task
 
 
 def main() -> None:
     arguments = _arguments()
-    num_cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(arguments.threads or max(1, num_cores - (num_cores > 2)))
+    cores = num_cores()
+    torch.set_num_threads(arguments.threads or max(1, cores - (cores > 2)))
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32
     recipe = STANDARD.changed(json.loads(arguments.recipe.read_text())) if arguments.recipe else STANDARD
-    workers = arguments.workers or max(1, num_cores - 4)
+    workers = arguments.workers or max(1, cores - 4)
     setup = Setup(
         out_dir=arguments.out,
         device=device,

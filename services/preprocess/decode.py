@@ -15,7 +15,7 @@ from PIL import ExifTags, Image, ImageFile, UnidentifiedImageError
 
 from triptych.cache.keys import NUM_CHANNELS, mm_hash
 from triptych.services.preprocess.jpeg_scans import has_too_many_scans
-from triptych.shared.checkpoint import ImageOptions, grid_thw, num_image_tokens, resized
+from triptych.shared.checkpoint import ImageOptions, image_info, resized
 from triptych.shared.errors import BadRequest
 from triptych.shared.image_info import ImageInfo
 
@@ -57,7 +57,6 @@ def decode_image(encoded: bytes, options: DecodeOptions, param: str) -> tuple[Im
     """
     canonical = canonical_rgb(encoded, options, param)
     height, width = resized(canonical.height, canonical.width, options.image)
-    grid = grid_thw(height, width, options.image)
     digest = mm_hash(
         strips(canonical),
         (canonical.height, canonical.width),
@@ -65,7 +64,7 @@ def decode_image(encoded: bytes, options: DecodeOptions, param: str) -> tuple[Im
         options_key=options.image.key(),
         tenant_salt=options.tenant_salt,
     )
-    info = ImageInfo(digest, height, width, grid, num_image_tokens(grid, options.image))
+    info = image_info(height, width, options.image, digest)
     return info, canonical.resize((width, height), Image.Resampling.BICUBIC)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 import torch
 
 from triptych.services.profiler.grid import ImageBatch
-from triptych.shared.checkpoint import Checkpoint, grid_thw, num_image_tokens
+from triptych.shared.checkpoint import Checkpoint, image_info
 from triptych.shared.cost_model.api import DecodeBatch, PrefillChunk
 from triptych.shared.engine.api import Chunk, Engine, Sequence
 from triptych.shared.image_info import ImageInfo
@@ -50,8 +50,7 @@ class EnginePasses:
         return self._run([(1, batch.num_context_tokens // batch.num_sequences)] * batch.num_sequences)
 
     def _pictures(self, batch: ImageBatch) -> tuple[list[ImageInfo], list[torch.Tensor]]:
-        grid = grid_thw(batch.height, batch.width, self._image)
-        info = ImageInfo(b"profile", batch.height, batch.width, grid, num_image_tokens(grid, self._image))
+        info = image_info(batch.height, batch.width, self._image, b"profile")
         size = (batch.height, batch.width, 3)
         return [info] * batch.num_images, [torch.randint(0, 256, size, dtype=torch.uint8) for _ in range(batch.num_images)]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import math
 import time
 from typing import TYPE_CHECKING
@@ -25,25 +24,19 @@ from triptych.shared.messages import (
     PullReply,
     PullRequest,
     RequestId,
-    TensorId,
     TensorRef,
 )
 from triptych.shared.transport.api import Buffer, ControlPlane
 from triptych.shared.transport.lease import PullKey
+from triptych.shared.transport.own_tensors import MAX_PULLS_UNDER_WAY, OwnTensors
 from triptych.shared.transport.stand_in import AtOnce, StandInMemory, stand_in
 from triptych.shared.transport.store import TensorStore
 
 if TYPE_CHECKING:  # only named, never computed with: emulated instances run without torch
-    from collections.abc import Callable
-
     import torch
 
 CHANNEL = "emulated"
 ADDRESS = TransportAddress("", "", "", 0)  # peers are reached by control messages alone
-SWEEP_INTERVAL_S = 0.25  # chosen: how late an expired lease may end
-MAX_PULLS_UNDER_WAY = 512  # chosen: as the real transport
-
-log = logging.getLogger(__name__)
 
 
 class Lane:
@@ -60,7 +53,7 @@ class Lane:
         return self._free_at_s + self._latency_s
 
 
-class EmulatedTransport:
+class EmulatedTransport(OwnTensors):
     """Implements `Transport`. Call `start` first."""
 
     def __init__(
@@ -72,11 +65,12 @@ class EmulatedTransport:
         time_scale: float,
         transfer_timeout_s: float,
     ) -> None:
+        store = TensorStore(instance_id, StandInMemory(capacity_bytes), AtOnce(), AtOnce(), transfer_timeout_s)
+        super().__init__(store)
         self.address = ADDRESS
         self._instance_id = instance_id
         self._control = control
         self._transfer_timeout_s = transfer_timeout_s
-        self._store = TensorStore(instance_id, StandInMemory(capacity_bytes), AtOnce(), AtOnce(), transfer_timeout_s)
         self._outward, self._inward = Lane(link, time_scale), Lane(link, time_scale)
         self._transfer_ids = itertools.count(1)
         self._num_pulls = 0
@@ -88,39 +82,9 @@ class EmulatedTransport:
 
     # --- our own tensors -------------------------------------------------------------------------------------------------
 
-    async def put(self, tensor: torch.Tensor, request_id: RequestId, lease_s: float) -> TensorRef:
-        return await self._store.put(tensor, request_id, lease_s)
-
     async def put_bytes(self, data: Buffer, shape: tuple[int, ...], request_id: RequestId, lease_s: float) -> TensorRef:
         """Only the shape counts."""
         return await self.put(stand_in(shape), request_id, lease_s)
-
-    async def put_lazy(
-        self,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        request_id: RequestId,
-        lease_s: float,
-        materialize: Callable[[torch.Tensor], None],
-        on_release: Callable[[], None],
-    ) -> TensorRef:
-        return await self._store.put_lazy(shape, dtype, request_id, lease_s, materialize, on_release)
-
-    def get(self, ref: TensorRef) -> torch.Tensor:
-        return self._store.get(ref.tensor_id)
-
-    def release(self, tensor_id: TensorId) -> None:
-        self._store.release(tensor_id)
-
-    def release_request(self, request_id: RequestId) -> None:
-        self._store.release_request(request_id)
-
-    def usage(self) -> tuple[int, int, int]:
-        return self._store.usage()
-
-    def check_integrity(self) -> None:
-        """Raises AssertionError when the store's books don't balance."""
-        self._store.check_integrity()
 
     # --- tensors of others -----------------------------------------------------------------------------------------------
 
@@ -181,16 +145,10 @@ class EmulatedTransport:
         for tensor_id, key in self._store.pulls(instance_id):
             self._store.end_pull(tensor_id, key, release=False)
 
-    async def _sweep_forever(self) -> None:
-        while True:
-            await asyncio.sleep(SWEEP_INTERVAL_S)
-            try:
-                now_s = time.monotonic()
-                for tensor_id, key in self._store.pulls(due_s=now_s):
-                    self._store.end_pull(tensor_id, key, release=False)
-                self._store.sweep(now_s)
-            except Exception:
-                log.exception("a sweep of the tensor store failed")  # the next one may not, and must come
+    async def _sweep(self, now_s: float) -> None:
+        for tensor_id, key in self._store.pulls(due_s=now_s):
+            self._store.end_pull(tensor_id, key, release=False)
+        self._store.sweep(now_s)
 
     async def close(self) -> None:
         """Ends all leases. Idempotent."""

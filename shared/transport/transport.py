@@ -7,9 +7,8 @@ calls forget_peer when the registry loses an instance.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -33,22 +32,20 @@ from triptych.shared.transport.arena import Arena
 from triptych.shared.transport.layout import checked_dtype
 from triptych.shared.transport.lease import PullKey
 from triptych.shared.transport.local import pull_local
+from triptych.shared.transport.own_tensors import MAX_PULLS_UNDER_WAY, OwnTensors
 from triptych.shared.transport.pulling import Mode, Pull, Puller
 from triptych.shared.transport.rendezvous import Rendezvous, address_of
 from triptych.shared.transport.shared_memory import SharedMemory
 from triptych.shared.transport.store import TensorStore
 from triptych.shared.transport.torch_distributed import Owners, Pullers
 
-MAX_PULLS_UNDER_WAY = 512  # chosen: all images of the requests that one instance works on
-SWEEP_INTERVAL_S = 0.25  # chosen: how late an expired lease may end
 _NUM_COPY_THREADS = 2  # chosen: one memcpy nearly fills the memory bus; the second keeps small copies from waiting
 _NUM_WRITE_THREADS = 2  # chosen: they may wait for an engine's step, which copies must not
 
-log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class InstanceTransport:
+class InstanceTransport(OwnTensors):
     """Implements `Transport`. Call `start` first; `address` is known after it."""
 
     address: TransportAddress
@@ -62,15 +59,16 @@ class InstanceTransport:
         mode: Mode = "auto",
         transfer_timeout_s: float = 15.0,
     ) -> None:
+        copies = ThreadPoolExecutor(_NUM_COPY_THREADS, thread_name_prefix="transport-copy")
+        arena = Arena(capacity_bytes)
+        writers = ThreadPoolExecutor(_NUM_WRITE_THREADS, thread_name_prefix="transport-write")
+        super().__init__(TensorStore(instance_id, arena, copies, writers, transfer_timeout_s))
         self._instance_id = instance_id
         self._control = control
         self._bind_host = bind_host
         self._mode: Mode = mode
         self._transfer_timeout_s = transfer_timeout_s
-        self._copies = ThreadPoolExecutor(_NUM_COPY_THREADS, thread_name_prefix="transport-copy")
-        self._arena = Arena(capacity_bytes)
-        self._writers = ThreadPoolExecutor(_NUM_WRITE_THREADS, thread_name_prefix="transport-write")
-        self._store = TensorStore(instance_id, self._arena, self._copies, self._writers, transfer_timeout_s)
+        self._copies, self._arena, self._writers = copies, arena, writers
         self._shared_memory = SharedMemory(self._copies)
         self._rendezvous: Rendezvous | None = None
         self._tasks: set[asyncio.Task[object]] = set()
@@ -88,38 +86,8 @@ class InstanceTransport:
 
     # --- our own tensors -------------------------------------------------------------------------------------------------
 
-    async def put(self, tensor: torch.Tensor, request_id: RequestId, lease_s: float) -> TensorRef:
-        return await self._store.put(tensor, request_id, lease_s)
-
     async def put_bytes(self, data: Buffer, shape: tuple[int, ...], request_id: RequestId, lease_s: float) -> TensorRef:
         return await self.put(torch.frombuffer(data, dtype=torch.uint8).view(shape), request_id, lease_s)
-
-    async def put_lazy(
-        self,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        request_id: RequestId,
-        lease_s: float,
-        materialize: Callable[[torch.Tensor], None],
-        on_release: Callable[[], None],
-    ) -> TensorRef:
-        return await self._store.put_lazy(shape, dtype, request_id, lease_s, materialize, on_release)
-
-    def get(self, ref: TensorRef) -> torch.Tensor:
-        return self._store.get(ref.tensor_id)
-
-    def release(self, tensor_id: TensorId) -> None:
-        self._store.release(tensor_id)
-
-    def release_request(self, request_id: RequestId) -> None:
-        self._store.release_request(request_id)
-
-    def usage(self) -> tuple[int, int, int]:
-        return self._store.usage()
-
-    def check_integrity(self) -> None:
-        """Raises AssertionError when the store's books don't balance."""
-        self._store.check_integrity()
 
     # --- tensors of others -----------------------------------------------------------------------------------------------
 
@@ -227,14 +195,6 @@ class InstanceTransport:
         await self._pullers.drop(puller)
         for tensor_id, key in pulls:
             self._store.end_pull(tensor_id, key, release=False)
-
-    async def _sweep_forever(self) -> None:
-        while True:
-            await asyncio.sleep(SWEEP_INTERVAL_S)
-            try:
-                await self._sweep(time.monotonic())
-            except Exception:
-                log.exception("a sweep of the tensor store failed")  # the next one may not, and must come
 
     async def _sweep(self, now_s: float) -> None:
         overdue = self._store.pulls(due_s=now_s)
