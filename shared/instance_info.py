@@ -17,12 +17,27 @@ class TransportAddress(msgspec.Struct, frozen=True):
 
 class StageLoad(msgspec.Struct, frozen=True, omit_defaults=True):
     """What one role of one instance has to do: requests waiting and running, and tokens not yet computed (vision tokens
-    for an encoder, prompt tokens for prefill, tokens in context for decode)."""
+    for an encoder, prompt tokens for prefill, tokens in context for decode). tokens_per_s: what it lately computed while it was
+    busy; 0 before anything was."""
 
     stage: str
     num_waiting: int = 0
     num_running: int = 0
     num_pending_tokens: int = 0
+    tokens_per_s: float = 0.0
+
+
+class PoolStats(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One pool of the prefix cache of one instance, counted since its start. num_stale: asked for because the index said so,
+    and not there."""
+
+    num_bytes: int = 0
+    capacity_bytes: int = 0
+    num_entries: int = 0
+    num_hits: int = 0
+    num_misses: int = 0
+    num_stale: int = 0
+    num_evicted: int = 0
 
 
 class Resources(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -37,6 +52,8 @@ class Resources(msgspec.Struct, frozen=True, omit_defaults=True):
     tensor_store_capacity_bytes: int = 0
     num_leases: int = 0
     media_store_bytes: int = 0
+    embeddings: PoolStats | None = None
+    kv_prefixes: PoolStats | None = None
 
 
 class Emulation(msgspec.Struct, frozen=True):

@@ -60,11 +60,13 @@ class TensorRef(msgspec.Struct, frozen=True):
 
 
 class PlacedImage(msgspec.Struct, frozen=True):
-    """An image's place in the unified sequence: its num_tokens placeholders start at `offset`."""
+    """An image's place in the unified sequence: its num_tokens placeholders start at `offset`. embeddings None: its KV should
+    be cached where the prompt goes, or, when is_awaited, they come later with EmbeddingsReady."""
 
     image: ImageInfo
     offset: int
-    embeddings: TensorRef
+    embeddings: TensorRef | None = None
+    is_awaited: bool = False
 
 
 class PromptTokens(msgspec.Struct, frozen=True):
@@ -79,13 +81,24 @@ class PromptTokens(msgspec.Struct, frozen=True):
 class KvRef(msgspec.Struct, frozen=True):
     """A request's KV blocks, leased by the prefill instance. `tensor` has shape [num_layers, 2, num_blocks, block_size,
     num_kv_heads, head_dim]; the first num_computed_tokens slots are valid. `layout` must equal the puller's own.
-    position_delta is added to a token's index to get its rotary position (multimodal rotary positions run behind)."""
+    position_delta is added to a token's index to get its rotary position (multimodal rotary positions run behind).
+    block_keys: digests of the full blocks, one after another, and key_tail: what the next one's digest has seen so far (see
+    cache/keys.py); both empty when they are too many for a message: then the blocks are not cached where they go."""
 
     tensor: TensorRef
     num_computed_tokens: int
     block_size: int
     position_delta: int
     layout: str
+    block_keys: bytes = b""
+    key_tail: bytes = b""
+
+
+class PrefixSource(msgspec.Struct, frozen=True):
+    """Who is thought to hold the KV of the first num_blocks blocks of a prompt, when it is worth pulling from there."""
+
+    instance_id: InstanceId
+    num_blocks: int
 
 
 class StageTime(msgspec.Struct, frozen=True):
@@ -102,7 +115,9 @@ class StageTime(msgspec.Struct, frozen=True):
 
 
 class PreprocessRequest(Message, frozen=True):
-    """Decode one media item: url (http, https) or media_id (bytes sent to /media). param names it in error messages."""
+    """Decode one media item: url (http, https) or media_id (bytes sent to /media). param names it in error messages.
+    cache_salt: nothing is shared with requests of another one. may_skip_decode: a file whose picture is known already need
+    only be identified (the reply then has no pixels, and the media_id under which the bytes wait for a second request)."""
 
     request_id: RequestId
     router_id: InstanceId
@@ -111,33 +126,43 @@ class PreprocessRequest(Message, frozen=True):
     url: str | None = None
     media_id: str | None = None
     limits: PixelLimits = NO_LIMITS
+    cache_salt: bytes = b""
+    may_skip_decode: bool = False
 
 
 class PreprocessReply(Message, frozen=True):
-    """pixels: uint8 [height, width, 3], RGB, already resized for the model."""
+    """pixels: uint8 [height, width, 3], RGB, already resized for the model; None when the file was only identified."""
 
     image: ImageInfo
-    pixels: TensorRef
+    pixels: TensorRef | None
     time: StageTime
+    media_id: str | None = None
 
 
 class EncodeRequest(Message, frozen=True):
+    """Lease the image's embeddings, encoded from `pixels` unless they are held already. pixels None: only if they are held,
+    else InstanceLost with code cache_miss. slack_s: until the request's first token is due; None: there is no such target."""
+
     request_id: RequestId
     router_id: InstanceId
     image: ImageInfo
-    pixels: TensorRef
+    pixels: TensorRef | None
     timeout_s: float
+    slack_s: float | None = None
 
 
 class EncodeReply(Message, frozen=True):
-    """embeddings: model dtype [num_tokens, hidden_size], as they enter the language model."""
+    """embeddings: model dtype [num_tokens, hidden_size], as they enter the language model. is_cached: nothing was encoded."""
 
     embeddings: TensorRef
     time: StageTime
+    is_cached: bool = False
 
 
 class PrefillRequest(Message, frozen=True):
-    """images are sorted by offset, disjoint, and in bounds of the prompt; the receiver checks that."""
+    """images are sorted by offset, disjoint, and in bounds of the prompt; the receiver checks that. An image without embeddings
+    whose KV is not cached after all ends in InstanceLost with code cache_miss. prefix: whose KV to pull first. slack_s: as of
+    EncodeRequest."""
 
     request_id: RequestId
     router_id: InstanceId
@@ -145,6 +170,34 @@ class PrefillRequest(Message, frozen=True):
     images: tuple[PlacedImage, ...]
     sampling: SamplingParams
     timeout_s: float
+    cache_salt: bytes = b""
+    prefix: PrefixSource | None = None
+    slack_s: float | None = None
+
+
+class EmbeddingsReady(Message, frozen=True):
+    """To the prefill instance of a request: its image number `index`, which was awaited, is encoded. Answered by Accepted."""
+
+    request_id: RequestId
+    index: int
+    embeddings: TensorRef
+
+
+class BlocksRequest(Message, frozen=True):
+    """From a prefill instance: lease the KV blocks with these digests, as many from the first on as are held."""
+
+    request_id: RequestId
+    router_id: InstanceId
+    block_keys: bytes
+    timeout_s: float
+
+
+class BlocksReply(Message, frozen=True):
+    """kv: as KvRef's tensor, of num_blocks blocks; None when there is none. layout must equal the puller's own."""
+
+    num_blocks: int
+    layout: str
+    kv: TensorRef | None = None
 
 
 class PrefillReply(Message, frozen=True):
@@ -239,8 +292,8 @@ class LaunchRequest(Message, frozen=True):
     name: str
 
 
-_Work = PreprocessRequest | EncodeRequest | PrefillRequest | DecodeRequest | ReleaseRequest
-_Transfer = PullRequest | PullDone | PairRequest
+_Work = PreprocessRequest | EncodeRequest | PrefillRequest | EmbeddingsReady | DecodeRequest | ReleaseRequest
+_Transfer = PullRequest | PullDone | PairRequest | BlocksRequest
 InstanceRequest = _Work | _Transfer | DrainRequest | StatusRequest | LaunchRequest
 
 
@@ -301,4 +354,4 @@ class StatusReply(Message, frozen=True):
 
 
 Event = TokenBatch | Heartbeat | Lost
-Reply = PreprocessReply | EncodeReply | PrefillReply | Accepted | PullReply | StatusReply | ErrorReply
+Reply = PreprocessReply | EncodeReply | PrefillReply | BlocksReply | Accepted | PullReply | StatusReply | ErrorReply

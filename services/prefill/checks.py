@@ -43,8 +43,8 @@ def _check_images(request: PrefillRequest) -> None:
         if placed.image.num_tokens < 1:
             raise InternalError("an image has no vision tokens", code="invalid_message")
         end = placed.offset + placed.image.num_tokens
-        shape = placed.embeddings.shape
-        if len(shape) != 2 or shape[0] != placed.image.num_tokens:
+        shape = None if placed.embeddings is None else placed.embeddings.shape
+        if shape is not None and (len(shape) != 2 or shape[0] != placed.image.num_tokens):
             raise InternalError("an image's embeddings are not what its number of tokens says", code="invalid_message")
     if end > request.prompt.num_tokens:
         raise InternalError("an image goes beyond the prompt's end", code="invalid_message")
