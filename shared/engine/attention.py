@@ -18,29 +18,25 @@ from triptych.shared.engine.batch_plan import AttentionPart, BatchPlan
 ATTENTION_NAME = "triptych_paged"
 
 
-def attend(plan: BatchPlan, layer: int, query_TNH: torch.Tensor, kv_T2KH: torch.Tensor, scale: float) -> torch.Tensor:
-    """One layer's attention; kv_T2KH: keys, then values. Returns [T, N * H]."""
-    plan.kv.write(layer, plan.places, kv_T2KH)
-    return _attend_parts(plan, layer, plan.parts, query_TNH, kv_T2KH, scale)
-
-
-def attend_last(plan: BatchPlan, layer: int, query_RNH: torch.Tensor, kv_T2KH: torch.Tensor, scale: float) -> torch.Tensor:
-    """Attention of the tokens at plan.last_rows alone, when no other layer will ask for the others'. Returns [R, N * H]."""
-    plan.kv.write(layer, plan.places, kv_T2KH)
-    return _attend_parts(plan, layer, plan.last_parts, query_RNH, kv_T2KH, scale)
-
-
-def _attend_parts(
+def attend(
     plan: BatchPlan,
     layer: int,
     parts: list[AttentionPart],
-    query_TNH: torch.Tensor,
+    query_RNH: torch.Tensor,
     kv_T2KH: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
+    """One layer's attention: keeps the tokens' keys and values, and returns [R, N * H].
+
+    Args:
+        parts: plan.parts, where R is T; or plan.last_parts, when no other layer will ask for any but the tokens at
+            plan.last_rows.
+        kv_T2KH: keys, then values.
+    """
+    plan.kv.write(layer, plan.places, kv_T2KH)
     outputs = []
     for part in parts:
-        query, kv = query_TNH[part.begin : part.end], kv_T2KH[part.begin : part.end]
+        query, kv = query_RNH[part.begin : part.end], kv_T2KH[part.begin : part.end]
         if part.context is None:
             keys, values = kv.transpose(0, 1).chunk(2)
             outputs.append(_attend_chunk(query, keys, values, None, scale))
@@ -50,7 +46,7 @@ def _attend_parts(
             outputs.append(_attend_group(query, keys, values, part.mask, scale))
         else:
             outputs.append(_attend_chunk(query, keys[0], values[0], part.mask, scale))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs or [query_TNH.flatten(1)])
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs or [query_RNH.flatten(1)])
 
 
 def _attend_group(
@@ -91,4 +87,4 @@ def paged_attention(
     plan: BatchPlan = kwargs["plan"]
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     kv_T2KH = torch.cat((key[0], value[0])).transpose(0, 1)
-    return attend(plan, layer, query[0].transpose(0, 1), kv_T2KH, kwargs["scaling"]).unsqueeze(0), None
+    return attend(plan, layer, plan.parts, query[0].transpose(0, 1), kv_T2KH, kwargs["scaling"]).unsqueeze(0), None

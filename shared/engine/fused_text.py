@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn.functional import silu
 
-from triptych.shared.engine.attention import attend, attend_last
+from triptych.shared.engine.attention import attend
 from triptych.shared.engine.batch_plan import BatchPlan
 
 KEY_ORDER = "interleaved"  # of a head in the KV: blocks of modules, whose heads are in halves, don't fit
@@ -85,7 +85,7 @@ class FusedText:
         qkv = torch.addmm(layer.qkv_bias, self._normed(hidden_TD), layer.qkv)
         heads = qkv.view(len(qkv), -1, self._head_size)
         self._turn(heads[:, : self._num_turned], turns_T1F)
-        return attend(plan, index, heads[:, : self._num_heads], heads[:, self._num_heads :], self._scale)
+        return attend(plan, index, plan.parts, heads[:, : self._num_heads], heads[:, self._num_heads :], self._scale)
 
     def _attended_last(self, index: int, hidden_TD: torch.Tensor, turns_T1F: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
         """[R, N * H]: of other tokens than those asked for, only keys and values are wanted."""
@@ -96,7 +96,7 @@ class FusedText:
         kv_T2KH = kv.view(len(kv), -1, self._head_size)
         self._turn(query_RNH, turns_T1F[plan.last_rows])
         self._turn(kv_T2KH[:, : self._num_turned - self._num_heads], turns_T1F)
-        return attend_last(plan, index, query_RNH, kv_T2KH, self._scale)
+        return attend(plan, index, plan.last_parts, query_RNH, kv_T2KH, self._scale)
 
     def _add_outputs(self, layer: _Layer, hidden_TD: torch.Tensor, attended_TX: torch.Tensor) -> None:
         """What attention and then the MLP add to the hidden states, in place."""
