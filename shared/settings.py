@@ -81,6 +81,9 @@ class Settings(BaseSettings):
     transfer_timeout_s: float = Field(15.0, gt=0, description="one tensor pull; Gloo's own default is 30 minutes")
 
     # policy
+    policy: str = Field("triptych", description="policy set: how stages are placed, chosen, ordered and cached")
+    slo_ttft_text_s: float = Field(0.0, ge=0, description="first token of a text request is due; later is refused; 0: never")
+    slo_ttft_picture_s: float = Field(0.0, ge=0, description="the same of a request with pictures")
     transport: Literal["auto", "gloo", "shared_memory"] = Field("auto", description="auto: shared memory where it works")
     max_attempts: int = Field(2, ge=1, le=5, description="tries of a request before its first token")
     allow_private_media: bool = Field(False, description="let image URLs point at private addresses (tests only)")

@@ -11,6 +11,7 @@ from triptych.services.router.load_book import LoadBook
 from triptych.services.router.media_gate import MediaGate
 from triptych.services.router.prompt import Prompt
 from triptych.services.router.record import Attempt
+from triptych.services.router.sampling_fields import NO_TERMS, Terms
 from triptych.services.router.token_streams import TokenStreams
 from triptych.services.router.uploads import Uploader
 from triptych.shared.bus import Bus
@@ -30,6 +31,7 @@ class Job:
     is_streaming: bool
     is_watched: bool = False
     param: str = "messages"
+    terms: Terms = NO_TERMS
 
     @property
     def is_whole(self) -> bool:

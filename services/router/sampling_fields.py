@@ -21,6 +21,8 @@ MAX_STOP_CHARS = 256  # chosen
 MAX_STOP_TOKENS = 64  # chosen
 MAX_TOP_LOGPROBS = 20  # OpenAI's
 DEFAULT_TEMPERATURE = 1.0  # OpenAI's
+MAX_SALT_CHARS = 128  # chosen: longer than any digest in hex
+MAX_SLO_MS = 3_600_000.0  # chosen: an hour
 
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0, lt=MAX_TOKEN_ID)]
@@ -28,6 +30,18 @@ TokenId = Annotated[int, Field(ge=0, lt=MAX_TOKEN_ID)]
 
 def _shape_of_stop(value: Any) -> str:
     return "~string" if isinstance(value, str) else "~list"
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """On which terms a request is served. cache_salt: what is cached is shared with requests of the same one only. slo_ttft_s:
+    from its arrival until its first token is due; None: as the settings have it."""
+
+    cache_salt: bytes = b""
+    slo_ttft_s: float | None = None
+
+
+NO_TERMS = Terms()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +55,7 @@ class Generation:
     num_choices: int
     stream: bool
     include_usage: bool
+    terms: Terms = NO_TERMS
 
     def params(self, index: int, eos_token_ids: tuple[int, ...]) -> SamplingParams:
         """Of the index-th choice of a prompt, for a model with these ends of its own."""
@@ -56,7 +71,7 @@ class StreamOptions(EdgeModel):
 
 class SamplingFields(EdgeModel):
     """model may be left out. temperature 0 is greedy. top_k 0 and -1 mean all tokens. ignore_eos keeps generating past the
-    model's own end, to max_tokens."""
+    model's own end, to max_tokens. cache_salt and slo_ttft_ms: see Terms."""
 
     model: str = Field("", max_length=MAX_NAME_CHARS)
     max_tokens: int | None = Field(None, ge=1, le=MAX_OUTPUT_TOKENS)
@@ -79,6 +94,8 @@ class SamplingFields(EdgeModel):
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
+    cache_salt: str = Field("", max_length=MAX_SALT_CHARS, pattern=r"^[A-Za-z0-9_.-]*$")
+    slo_ttft_ms: float | None = Field(None, ge=1, le=MAX_SLO_MS, allow_inf_nan=False)
 
     def generation(self, max_tokens: int | None, num_logprobs: int | None) -> Generation:
         """max_tokens and num_logprobs have other names or forms in each API.
@@ -104,4 +121,6 @@ class SamplingFields(EdgeModel):
             num_logprobs=num_logprobs,
         )
         include_usage = self.stream and self.stream_options.include_usage
-        return Generation(sampling, self.ignore_eos, stop, self.n, self.stream, include_usage)
+        slo_ttft_s = self.slo_ttft_ms / 1000 if self.slo_ttft_ms is not None else None
+        terms = Terms(self.cache_salt.encode(), slo_ttft_s)
+        return Generation(sampling, self.ignore_eos, stop, self.n, self.stream, include_usage, terms)

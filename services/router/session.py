@@ -118,7 +118,9 @@ class Session:
         for prompt in ask.prompts:
             for i in range(generation.num_choices):
                 params = generation.params(i, self._edge.parts.limits.stop_token_ids)
-                job = Job(prompt, list(ask.sources), params, generation.stream, bool(generation.stop), ask.param)
+                job = Job(
+                    prompt, list(ask.sources), params, generation.stream, bool(generation.stop), ask.param, generation.terms
+                )
                 output = partial(Output, len(made), self._edge.texts, generation.stop, params.min_tokens)
                 made.append(Choice(job, self._record if not made else self._record.sibling(len(made)), output))
         return made

@@ -9,7 +9,7 @@ import pytest
 
 from triptych.services.router.api_types import parse_chat
 from triptych.services.router.completion_types import Completion, parse_completion
-from triptych.services.router.sampling_fields import Generation
+from triptych.services.router.sampling_fields import Generation, Terms
 from triptych.shared.errors import BadRequest
 from triptych.shared.settings import Settings
 
@@ -57,6 +57,19 @@ def test_what_a_field_becomes(fields: dict[str, Any], name: str, expected: Any) 
 
 
 @pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, Terms(b"", None)),
+        ({"cache_salt": "", "slo_ttft_ms": None}, Terms(b"", None)),
+        ({"cache_salt": "Tenant-1_b.c", "slo_ttft_ms": 250}, Terms(b"Tenant-1_b.c", 0.25)),
+        ({"cache_salt": "x" * 128, "slo_ttft_ms": 1.5}, Terms(b"x" * 128, 0.0015)),
+    ],
+)
+def test_terms(fields: dict[str, Any], expected: Terms) -> None:
+    assert chat(**fields).terms == completion(**fields).generation.terms == expected
+
+
+@pytest.mark.parametrize(
     ("stop", "expected"),
     [(None, ()), ("", ()), ([], ()), ("x", ("x",)), (["a", "b"], ("a", "b")), (["\n"] * 4, ("\n",) * 4)],
 )
@@ -73,6 +86,14 @@ def test_stop_strings(stop: Any, expected: tuple[str, ...]) -> None:
         ({"min_tokens": 6, "max_tokens": 5}, "min_tokens"),
         ({"min_tokens": 6, "max_tokens": 9, "max_completion_tokens": 5}, "min_tokens"),
         ({"temperature": 2.1}, "temperature"),
+        ({"cache_salt": "x" * 129}, "cache_salt"),
+        ({"cache_salt": "a b"}, "cache_salt"),
+        ({"cache_salt": "a\n"}, "cache_salt"),
+        ({"cache_salt": "\u00e4"}, "cache_salt"),
+        ({"cache_salt": 5}, "cache_salt"),
+        ({"slo_ttft_ms": 0}, "slo_ttft_ms"),
+        ({"slo_ttft_ms": 3_600_001}, "slo_ttft_ms"),
+        ({"slo_ttft_ms": "5"}, "slo_ttft_ms"),
         ({"top_p": 1.1}, "top_p"),
         ({"top_p": -0.1}, "top_p"),
         ({"top_k": -2}, "top_k"),
