@@ -34,7 +34,6 @@ from triptych.shared.machine import num_cores
 
 PROMPT_TOKENS = (128, 1024)
 BATCH_SIZES = (1, 8, 32)
-OUTPUT_TOKENS = 128
 TRIAL_OUTPUT_TOKENS = 17  # chosen: 16 decode steps tell one thread from many
 TRIAL_WORK = 1e11  # chosen: parameters times prompt tokens, a few seconds of one core
 QUICK = (Case(16, 2, 4),)

@@ -15,14 +15,14 @@ from rich.progress import Progress, TaskID
 from triptych.services.profiler.plot import write_plot
 from triptych.services.profiler.summary import as_json, print_summary, warnings
 from triptych.shared.checkpoint import Checkpoint
-from triptych.shared.cost_model.derived import Workload, derive, isolated_slo
+from triptych.shared.cost_model.derived import TypicalRequest, derive, isolated_slo
 from triptych.shared.cost_model.profile import Machine, Profile, read_profile, write_profile
 from triptych.shared.environment import process_environment
 from triptych.shared.machine import cpu_name, num_cores
 from triptych.shared.settings import Settings
 
 # chosen: a question about one picture; ShareGPT-4o's pictures have about 500 pixels a side
-TYPICAL = Workload(num_text_tokens=200, num_output_tokens=100, num_images=1, image_width=512, image_height=512)
+TYPICAL = TypicalRequest(num_text_tokens=200, num_output_tokens=100, num_images=1, image_width=512, image_height=512)
 
 
 @dataclass(frozen=True, slots=True)

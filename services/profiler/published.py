@@ -16,7 +16,7 @@ from triptych.shared.cost_model.derived import (
     Capacity,
     Derived,
     Slo,
-    Workload,
+    TypicalRequest,
     choose_tp,
     derive,
     image_capacity,
@@ -38,29 +38,35 @@ class TpChoice:
     text_tp: int | None
 
 
-def choose(gpu: str, model: str, workload: Workload, slo_factor: float) -> TpChoice:
+def choose(gpu: str, model: str, request: TypicalRequest, slo_factor: float) -> TpChoice:
     """Every degree that the model can be cut into and fits on.
 
     Raises:
         BadRequest: there are no figures for the GPU or the model.
     """
     models = _fitting(gpu, model)
-    slo = isolated_slo(models[0], workload, slo_factor)
+    slo = isolated_slo(models[0], request, slo_factor)
 
-    def best_tp(capacity: Callable[[CostModel, Workload, Slo], Capacity]) -> int | None:
-        best = choose_tp(models, lambda costs: capacity(costs, workload, slo))
+    def best_tp(capacity: Callable[[CostModel, TypicalRequest, Slo], Capacity]) -> int | None:
+        best = choose_tp(models, lambda costs: capacity(costs, request, slo))
         return best.tp if best else None
 
-    by_tp = tuple((costs, derive(costs, workload, slo)) for costs in models)
+    by_tp = tuple((costs, derive(costs, request, slo)) for costs in models)
     return TpChoice(slo, by_tp, best_tp(image_capacity), best_tp(text_capacity))
 
 
-def tell_published(choice: TpChoice, workload: Workload, is_json: bool) -> None:
+def tell_published(choice: TpChoice, request: TypicalRequest, is_json: bool) -> None:
     """On stdout, and said to be emulated."""
     if is_json:
         by_tp = {str(costs.tp): {"name": costs.name, **asdict(derived)} for costs, derived in choice.by_tp}
         chosen = {"image": choice.image_tp, "text": choice.text_tp}
-        document = {"emulated": True, "workload": asdict(workload), "slo": asdict(choice.slo), "tp": by_tp, "chosen_tp": chosen}
+        document = {
+            "emulated": True,
+            "typical_request": asdict(request),
+            "slo": asdict(choice.slo),
+            "tp": by_tp,
+            "chosen_tp": chosen,
+        }
         sys.stdout.write(json.dumps(document) + "\n")
         return
     console = Console(width=None if sys.stdout.isatty() else 200)

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.table import Table
 
-from triptych.shared.cost_model.derived import Derived, Workload
+from triptych.shared.cost_model.derived import Derived, TypicalRequest
 from triptych.shared.cost_model.profile import Profile, StageProfile
 
 # The promise: predictions of held-out passes are this good (relative errors) on a machine that does nothing else.
@@ -31,7 +31,7 @@ def warnings(profile: Profile) -> list[str]:
     ]
 
 
-def as_json(profile: Profile, workload: Workload, derived: Derived) -> dict[str, object]:
+def as_json(profile: Profile, request: TypicalRequest, derived: Derived) -> dict[str, object]:
     """All but the single passes, which are in the file."""
     fits = {
         name: {"costs": asdict(stage.costs), "held_out_error": asdict(stage.error), "is_good": is_good(stage)}
@@ -43,16 +43,16 @@ def as_json(profile: Profile, workload: Workload, derived: Derived) -> dict[str,
         "measured_at": profile.measured_at,
         "stages": fits,
         "memory": asdict(profile.memory),
-        "workload": asdict(workload),
+        "typical_request": asdict(request),
         "derived": asdict(derived),
     }
 
 
-def print_summary(profile: Profile, workload: Workload, derived: Derived, console: Console) -> None:
+def print_summary(profile: Profile, request: TypicalRequest, derived: Derived, console: Console) -> None:
     """Costs with their errors, then what follows from them."""
     console.print(f"{profile.model.name} on {profile.machine}, {profile.measured_at}", markup=False, highlight=False)
     console.print(_cost_table(profile))
-    console.print(_derived_table(workload, derived))
+    console.print(_derived_table(request, derived))
 
 
 def _cost_table(profile: Profile) -> Table:
@@ -75,8 +75,8 @@ def _cost_table(profile: Profile) -> Table:
     return table
 
 
-def _derived_table(workload: Workload, derived: Derived) -> Table:
-    slo, picture = derived.slo, f"{workload.image_width}x{workload.image_height}"
+def _derived_table(request: TypicalRequest, derived: Derived) -> Table:
+    slo, picture = derived.slo, f"{request.image_width}x{request.image_height}"
     rows = {
         "tipping point, prefill": f"{derived.tipping_point_tokens:.0f} tokens",
         "largest prefill step": f"{derived.max_prefill_tokens} tokens",
@@ -88,7 +88,7 @@ def _derived_table(workload: Workload, derived: Derived) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column(f"within TTFT {shown_time(slo.ttft_s)}, TBT {shown_time(slo.tbt_s)}", no_wrap=True)
     table.add_column(
-        f"({workload.num_text_tokens} tokens and {workload.num_images} of {picture}, {workload.num_output_tokens} out)",
+        f"({request.num_text_tokens} tokens and {request.num_images} of {picture}, {request.num_output_tokens} out)",
         justify="right",
         no_wrap=True,
     )

@@ -42,9 +42,6 @@ class DecodeBatch:
     num_image_tokens: int = 0
 
 
-NO_DECODE = DecodeBatch(0, 0)
-
-
 def encode_work(images: Sequence[ImageShape]) -> PassWork:
     """Tokens are patches, sequences are images."""
     num_patches = sum(image.num_patches for image in images)

@@ -26,8 +26,8 @@ class Slo:
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
-    """A typical request: pictures as they are sent, all of one size. Needs at least one text and one output token."""
+class TypicalRequest:
+    """Pictures are as they are sent, all of one size. At least one text and one output token are needed."""
 
     num_text_tokens: int
     num_output_tokens: int
@@ -48,24 +48,24 @@ class Capacity:
 NO_CAPACITY = Capacity(0, 0.0)
 
 
-def prompt_of(model: CostModel, workload: Workload) -> PrefillChunk:
+def prompt_of(model: CostModel, request: TypicalRequest) -> PrefillChunk:
     """The whole prompt as one chunk; image tokens are where the architecture counts them."""
-    num_image_tokens = sum(image.num_tokens for image in images_of(model, workload))
+    num_image_tokens = sum(image.num_tokens for image in images_of(model, request))
     if model.architecture == "DecOnly":
-        return PrefillChunk(workload.num_text_tokens + num_image_tokens)
-    return PrefillChunk(workload.num_text_tokens, num_image_tokens=num_image_tokens)
+        return PrefillChunk(request.num_text_tokens + num_image_tokens)
+    return PrefillChunk(request.num_text_tokens, num_image_tokens=num_image_tokens)
 
 
-def images_of(model: CostModel, workload: Workload) -> list[ImageShape]:
+def images_of(model: CostModel, request: TypicalRequest) -> list[ImageShape]:
     """The pictures of one request, as the model sees them."""
-    return [model.image(workload.image_width, workload.image_height)] * workload.num_images
+    return [model.image(request.image_width, request.image_height)] * request.num_images
 
 
-def isolated_slo(model: CostModel, workload: Workload, factor: float) -> Slo:
+def isolated_slo(model: CostModel, request: TypicalRequest, factor: float) -> Slo:
     """`factor` times what the request takes alone on one instance: both papers set their SLO so, and don't publish theirs.
     Pictures are preprocessed side by side and encoded in one batch."""
-    prompt = prompt_of(model, workload)
-    ttft_s = _vision_s(model, workload) + model.prefill_s([prompt])
+    prompt = prompt_of(model, request)
+    ttft_s = _vision_s(model, request) + model.prefill_s([prompt])
     return Slo(factor * ttft_s, factor * model.decode_s(_decode_batch(1, prompt)))
 
 
@@ -90,26 +90,26 @@ def max_decode_batch(model: CostModel, prompt: PrefillChunk, tbt_s: float) -> in
     return _largest(lambda n: _fits_memory(model, n, prompt) and model.decode_s(_decode_batch(n, prompt)) <= tbt_s, MAX_BATCH)
 
 
-def image_capacity(model: CostModel, workload: Workload, slo: Slo) -> Capacity:
+def image_capacity(model: CostModel, request: TypicalRequest, slo: Slo) -> Capacity:
     """M_C of an image instance. A picture waits for the batch under way and is encoded in the next: two batches fit in what
     preprocess and prefill leave of the TTFT."""
-    if not workload.num_images:
+    if not request.num_images:
         return NO_CAPACITY
-    image = model.image(workload.image_width, workload.image_height)
-    left_s = slo.ttft_s - _preprocess_s(model, workload) - model.prefill_s([prompt_of(model, workload)])
+    image = model.image(request.image_width, request.image_height)
+    left_s = slo.ttft_s - _preprocess_s(model, request) - model.prefill_s([prompt_of(model, request)])
     batch = max_encode_batch(model, image, left_s / 2)
     return Capacity(batch, batch * image.num_tokens / model.encode_s([image] * batch)) if batch else NO_CAPACITY
 
 
-def text_capacity(model: CostModel, workload: Workload, slo: Slo) -> Capacity:
+def text_capacity(model: CostModel, request: TypicalRequest, slo: Slo) -> Capacity:
     """M_C of a text instance, which does prefill and decode. In the steady state a step makes one token for each of `batch`
     sequences and prefills as many prompt tokens as keep that going; a step fits in the TBT, and the steps of one prompt, the
     one under way included, in what the pictures leave of the TTFT."""
-    prompt = prompt_of(model, workload)
-    left_s = slo.ttft_s - _vision_s(model, workload)
+    prompt = prompt_of(model, request)
+    left_s = slo.ttft_s - _vision_s(model, request)
 
     def step_tokens(batch: int) -> float:
-        return batch * prompt.num_tokens / workload.num_output_tokens
+        return batch * prompt.num_tokens / request.num_output_tokens
 
     def step_s(batch: int) -> float:
         return model.mixed_s(_chunks(model, prompt, step_tokens(batch)), _decode_batch(batch, prompt))
@@ -126,8 +126,8 @@ def text_capacity(model: CostModel, workload: Workload, slo: Slo) -> Capacity:
 
 @dataclass(frozen=True, slots=True)
 class Derived:
-    """Everything at once, for one workload. max_prefill_tokens: of a step that delays running outputs by no more than the
-    TBT; max_decode_batch: sequences in one step."""
+    """Everything at once, for one typical request. max_prefill_tokens: of a step that delays running outputs by no more
+    than the TBT; max_decode_batch: sequences in one step."""
 
     slo: Slo
     tipping_point_tokens: float
@@ -137,32 +137,32 @@ class Derived:
     text: Capacity
 
 
-def derive(model: CostModel, workload: Workload, slo: Slo) -> Derived:
+def derive(model: CostModel, request: TypicalRequest, slo: Slo) -> Derived:
     """What `triptych profile` tells of a cost model."""
     return Derived(
         slo=slo,
         tipping_point_tokens=tipping_point_tokens(model),
         max_prefill_tokens=max_prefill_tokens(model, slo.tbt_s),
-        max_decode_batch=max_decode_batch(model, prompt_of(model, workload), slo.tbt_s),
-        image=image_capacity(model, workload, slo),
-        text=text_capacity(model, workload, slo),
+        max_decode_batch=max_decode_batch(model, prompt_of(model, request), slo.tbt_s),
+        image=image_capacity(model, request, slo),
+        text=text_capacity(model, request, slo),
     )
 
 
 def choose_tp(models: Sequence[CostModel], capacity: Callable[[CostModel], Capacity]) -> CostModel | None:
     """Of the same model at several TP degrees the one with most throughput per GPU within the SLO, the smaller at a tie;
-    None when none is in time. capacity: image_capacity or text_capacity of a workload and an SLO."""
+    None when none is in time. capacity: image_capacity or text_capacity of a request and an SLO."""
     rated = [(capacity(model).tokens_per_s / model.tp, -model.tp, model) for model in models]
     best = max(rated, key=lambda entry: entry[:2], default=None)
     return best[2] if best and best[0] > 0 else None
 
 
-def _preprocess_s(model: CostModel, workload: Workload) -> float:
-    return model.preprocess_s(workload.image_width, workload.image_height) if workload.num_images else 0.0
+def _preprocess_s(model: CostModel, request: TypicalRequest) -> float:
+    return model.preprocess_s(request.image_width, request.image_height) if request.num_images else 0.0
 
 
-def _vision_s(model: CostModel, workload: Workload) -> float:
-    return _preprocess_s(model, workload) + model.encode_s(images_of(model, workload))
+def _vision_s(model: CostModel, request: TypicalRequest) -> float:
+    return _preprocess_s(model, request) + model.encode_s(images_of(model, request))
 
 
 def _decode_batch(num_sequences: int, prompt: PrefillChunk) -> DecodeBatch:

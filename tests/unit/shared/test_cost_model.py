@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from triptych.shared.cost_model.api import NO_DECODE, CostModel, DecodeBatch, PrefillChunk
+from triptych.shared.cost_model.api import CostModel, DecodeBatch, PrefillChunk
 from triptych.shared.cost_model.forms import MemoryCosts, PassCosts, PassWork, PreprocessCosts
 from triptych.shared.cost_model.gpus import GPUS
 from triptych.shared.cost_model.images import TilesAndThumbnail
@@ -20,6 +20,7 @@ from triptych.shared.cost_model.unknowns import Unknowns
 from triptych.shared.errors import BadRequest
 
 LOADED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # other tests take the cores
+NO_DECODE = DecodeBatch(0, 0)
 ALL = [published_cost_model(gpu, model, tp) for gpu in GPUS for model in MODELS for tp in (1, 2, 4)]
 cost_models = st.sampled_from(ALL)
 sides = st.integers(1, 4000)

@@ -13,7 +13,7 @@ from triptych.shared.cost_model.derived import (
     NO_CAPACITY,
     Capacity,
     Slo,
-    Workload,
+    TypicalRequest,
     choose_tp,
     image_capacity,
     isolated_slo,
@@ -30,7 +30,7 @@ from triptych.shared.cost_model.published import published_cost_model
 from triptych.shared.cost_model.unknowns import Unknowns
 
 LOADED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # other tests take the cores
-PICTURE = Workload(num_text_tokens=75, num_output_tokens=10, num_images=1, image_width=100, image_height=100)
+PICTURE = TypicalRequest(num_text_tokens=75, num_output_tokens=10, num_images=1, image_width=100, image_height=100)
 
 
 def model_by_hand() -> CostModel:
@@ -91,9 +91,11 @@ def test_capacity_of_a_text_instance() -> None:
 
 def test_text_of_a_cross_attention_model_is_counted_without_images() -> None:
     model = published_cost_model("a100", "llama-3.2-11b")
-    prompt = prompt_of(model, Workload(75, 10, 2, 896, 896))
+    prompt = prompt_of(model, TypicalRequest(75, 10, 2, 896, 896))
     assert prompt == PrefillChunk(75, 0, 2 * 6404)
-    assert prompt_of(published_cost_model("a100", "internvl2.5-26b"), Workload(75, 10, 2, 896, 896)).num_tokens == 75 + 2560
+    assert (
+        prompt_of(published_cost_model("a100", "internvl2.5-26b"), TypicalRequest(75, 10, 2, 896, 896)).num_tokens == 75 + 2560
+    )
 
 
 def test_the_tp_with_most_throughput_per_gpu_is_chosen() -> None:
@@ -112,11 +114,11 @@ def test_the_tp_with_most_throughput_per_gpu_is_chosen() -> None:
 def test_a_tight_slo_needs_more_gpus_than_a_loose_one() -> None:
     """ModServe's choice of TP: at twice the isolated latency of TP 1 one GPU is enough, below it is not."""
     models = [published_cost_model("a100", "internvl2.5-26b", tp) for tp in (1, 2, 4, 8)]
-    workload = Workload(200, 100, 1, 896, 896)
+    request = TypicalRequest(200, 100, 1, 896, 896)
     chosen = []
     for factor in (0.7, 2.5, 10):
-        slo = isolated_slo(models[0], workload, factor)
-        best = choose_tp(models, lambda model, slo=slo: image_capacity(model, workload, slo))  # type: ignore[misc]
+        slo = isolated_slo(models[0], request, factor)
+        best = choose_tp(models, lambda model, slo=slo: image_capacity(model, request, slo))  # type: ignore[misc]
         chosen.append(best.tp if best else None)
     assert chosen[0] in (2, 4, 8)
     assert chosen[1:] == [1, 1]
@@ -131,10 +133,10 @@ def test_a_tight_slo_needs_more_gpus_than_a_loose_one() -> None:
 )
 def test_a_looser_slo_never_lowers_the_capacity(model: str, num_images: int, factor: float, looser: float) -> None:
     costs = published_cost_model("a100", model, 4)
-    workload = Workload(200, 100, num_images, 600, 500)
-    tight, loose = (isolated_slo(costs, workload, f) for f in (factor, factor * looser))
+    request = TypicalRequest(200, 100, num_images, 600, 500)
+    tight, loose = (isolated_slo(costs, request, f) for f in (factor, factor * looser))
     for capacity in (image_capacity, text_capacity):
-        assert capacity(costs, workload, tight).tokens_per_s <= capacity(costs, workload, loose).tokens_per_s * (1 + 1e-9)
+        assert capacity(costs, request, tight).tokens_per_s <= capacity(costs, request, loose).tokens_per_s * (1 + 1e-9)
 
 
 @LOADED
