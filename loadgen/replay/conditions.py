@@ -17,7 +17,8 @@ from triptych.loadgen.replay.slo import Isolated, Limits, Slo, class_wide, own_s
 
 CONDITIONS_FILE = "conditions.json"
 OUTCOMES_FILE = "outcomes.jsonl"  # one RequestOutcome a line, in the order in which they ended
-Ended = Literal["running", "complete", "interrupted", "target_died", "target_unreachable", "trace_broken"]
+OptionValue = str | int | float | bool | list[str] | None
+Ended = Literal["running", "complete", "interrupted", "target_died", "target_unreachable", "trace_broken", "results_broken"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class Conditions:
     trace: str
     trace_form: str
     seed: int
-    options: Mapping[str, str | int | float | bool | list[str] | None]
+    options: Mapping[str, OptionValue]
     tokens_per_word: float | None = None
     slos: Mapping[str, Slo] = field(default_factory=dict)
     isolated: Mapping[str, Isolated] = field(default_factory=dict)

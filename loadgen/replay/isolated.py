@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from triptych.loadgen.replay.outcome import RequestOutcome
-from triptych.loadgen.replay.slo import Isolated, Line
+from triptych.loadgen.replay.slo import Isolated, LatencyLine
 from triptych.loadgen.traces.row import TraceRow
 
 MAX_OUTPUT_TOKENS = 32  # chosen: enough for the time between tokens, and seconds instead of minutes
@@ -47,7 +47,7 @@ def summary(outcomes: Sequence[RequestOutcome]) -> Isolated:
     """Of finished requests. Latencies count from sending: each waited for the one before."""
     sizes = [outcome.num_prompt_tokens for outcome in outcomes]
     ttfts_s = [(outcome.first_token_s or 0.0) - outcome.sent_s for outcome in outcomes]
-    tbts_s = {place: tbt_s for place, outcome in enumerate(outcomes) if (tbt_s := _mean_tbt_s(outcome)) is not None}
+    tbts_s = {place: tbt_s for place, outcome in enumerate(outcomes) if (tbt_s := outcome.mean_tbt_s) is not None}
     return Isolated(
         num_requests=len(outcomes),
         ttft_s=statistics.median(ttfts_s),
@@ -57,26 +57,18 @@ def summary(outcomes: Sequence[RequestOutcome]) -> Isolated:
     )
 
 
-def line_through(sizes: Sequence[int], times_s: Sequence[float]) -> Line:
+def line_through(sizes: Sequence[int], times_s: Sequence[float]) -> LatencyLine:
     """Least squares; flat where the sizes are all alike, or time would fall as they grow."""
     mean_s = statistics.fmean(times_s)
     if len(set(sizes)) < 2:
-        return Line(mean_s, 0.0)
+        return LatencyLine(mean_s, 0.0)
     slope, base_s = statistics.linear_regression(sizes, times_s)
-    return Line(base_s, slope) if slope > 0 and base_s >= 0 else _through_mean(sizes, mean_s, slope)
+    return LatencyLine(base_s, slope) if slope > 0 and base_s >= 0 else _through_mean(sizes, mean_s, slope)
 
 
-def _through_mean(sizes: Sequence[int], mean_s: float, slope: float) -> Line:
+def _through_mean(sizes: Sequence[int], mean_s: float, slope: float) -> LatencyLine:
     """No negative time for a small request: then time is proportional to size."""
-    return Line(mean_s, 0.0) if slope <= 0 else Line(0.0, mean_s / statistics.fmean(sizes))
-
-
-def _mean_tbt_s(outcome: RequestOutcome) -> float | None:
-    """Over tokens where the server counts them, else over chunks."""
-    num_gaps = (outcome.num_output_tokens or len(outcome.token_gaps_s) + 1) - 1
-    if outcome.first_token_s is None or outcome.last_token_s is None or num_gaps < 1 or not outcome.token_gaps_s:
-        return None
-    return (outcome.last_token_s - outcome.first_token_s) / num_gaps
+    return LatencyLine(mean_s, 0.0) if slope <= 0 else LatencyLine(0.0, mean_s / statistics.fmean(sizes))
 
 
 def _alone(row: TraceRow) -> TraceRow:

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from triptych.loadgen.replay.conditions import OptionValue
 from triptych.loadgen.replay.open_loop import SendOptions
 from triptych.loadgen.replay.pictures import PictureOptions
 from triptych.loadgen.replay.slo import Isolated, Slo
+from triptych.loadgen.report.units import plain
 
 ContentName = Literal["trace", "world"]
 SECRET_OPTIONS = ("header",)  # their values stay out of the results
@@ -33,7 +35,7 @@ class ReplayOptions:
     slos: Mapping[str, Slo] = field(default_factory=dict)
     num_isolated: int = 8
     isolated: Mapping[str, Isolated] = field(default_factory=dict)
-    as_given: Mapping[str, str | int | float | bool | list[str] | None] = field(default_factory=dict)
+    as_given: Mapping[str, OptionValue] = field(default_factory=dict)
 
     @property
     def unmeasured_classes(self) -> list[str]:
@@ -52,16 +54,16 @@ def parse_headers(texts: Iterable[str]) -> dict[str, str]:
     return headers
 
 
-def shown_options(parameters: Mapping[str, object]) -> dict[str, str | int | float | bool | list[str] | None]:
-    """A command's parameters as the results keep them."""
-    shown: dict[str, str | int | float | bool | list[str] | None] = {}
+def shown_options(parameters: Mapping[str, object]) -> dict[str, OptionValue]:
+    """A command's parameters as the results keep them: files may have names that no JSON can hold."""
+    shown: dict[str, OptionValue] = {}
     for name, value in parameters.items():
         if name in SECRET_OPTIONS:
-            shown[name] = [str(text).partition(":")[0] for text in value] if isinstance(value, list | tuple) else None
-        elif value is None or isinstance(value, str | int | float | bool):
+            shown[name] = [plain(str(text).partition(":")[0]) for text in value] if isinstance(value, list | tuple) else None
+        elif value is None or isinstance(value, int | float | bool):
             shown[name] = value
         elif isinstance(value, list | tuple):
-            shown[name] = [str(item) for item in value]
+            shown[name] = [plain(str(item)) for item in value]
         else:
-            shown[name] = str(value)
+            shown[name] = plain(str(value))
     return shown

@@ -40,7 +40,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class LatencyLine:
     """base_s + s_per_token * tokens of the prompt: how an isolated latency grows with a request's size."""
 
     base_s: float
@@ -57,9 +57,9 @@ class Isolated:
 
     num_requests: int
     ttft_s: float
-    ttft_line: Line
+    ttft_line: LatencyLine
     tbt_s: float | None = None
-    tbt_line: Line | None = None
+    tbt_line: LatencyLine | None = None
 
 
 def class_wide(slo: Slo, isolated: Isolated | None) -> Limits:

@@ -21,8 +21,8 @@ class Latency(NamedTuple):
         return found
 
 
-class Slo(NamedTuple):
-    """A kind of SLO: its field in ClassFigures, its title, and what it says."""
+class SloKind(NamedTuple):
+    """Its field in ClassFigures, its title, and what it says."""
 
     field: str
     title: str
@@ -42,8 +42,8 @@ LATENCIES = (
     Latency("output_s_per_token", "Normalised output", "decode time / output tokens"),
 )
 SLOS = (
-    Slo("slo_class_wide", "SLO class-wide", "one limit for all requests of a class"),
-    Slo("slo_own_scaled", "SLO own-scaled", "limits grow with what a request's own size takes when alone"),
+    SloKind("slo_class_wide", "SLO class-wide", "one limit for all requests of a class"),
+    SloKind("slo_own_scaled", "SLO own-scaled", "limits grow with what a request's own size takes when alone"),
 )
 SPREAD = ("mean", "p50", "p90", "p95", "p99", "max")
 _PLAIN = tuple(

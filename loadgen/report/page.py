@@ -6,7 +6,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import get_args
 from xml.etree.ElementTree import Element
 
-from triptych.loadgen.report.figures import LATENCIES, SLOS, SPREAD, Latency, Slo, flat_conditions, num_failed, of_known, part
+from triptych.loadgen.report.figures import (
+    LATENCIES,
+    SLOS,
+    SPREAD,
+    Latency,
+    SloKind,
+    flat_conditions,
+    num_failed,
+    of_known,
+    part,
+)
 from triptych.loadgen.report.markup import document, table, tag
 from triptych.loadgen.report.page_charts import charts
 from triptych.loadgen.report.schema import ClassFigures, CurveFigure, Distribution, Report
@@ -83,7 +93,7 @@ def _spread(found: Distribution | None) -> list[str]:
     return [duration(part(found, name)) for name in SPREAD]
 
 
-def _slo_card(slo: Slo, classes: Sequence[ClassFigures]) -> Element:
+def _slo_card(slo: SloKind, classes: Sequence[ClassFigures]) -> Element:
     rows = [
         (
             figures.name,

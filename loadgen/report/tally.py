@@ -60,7 +60,7 @@ class SloTally(Sums):
             return
         is_whole = outcome.error is None and outcome.ttft_s is not None
         in_ttft = is_whole and _within(outcome.ttft_s, limits.ttft_s)
-        in_tbt = is_whole and _within(mean_tbt_s(outcome), limits.tbt_s)
+        in_tbt = is_whole and _within(outcome.mean_tbt_s, limits.tbt_s)
         self.num_requests += 1
         self.num_met_ttft += in_ttft
         self.num_met_tbt += in_tbt
@@ -135,7 +135,7 @@ class Tally(Sums):
             self.num_chunks += len(outcome.token_gaps_s) + 1
 
     def _add_latencies(self, outcome: RequestOutcome) -> None:
-        ttft_s, e2e_s, tbt_s = outcome.ttft_s, outcome.e2e_s, mean_tbt_s(outcome)
+        ttft_s, e2e_s, tbt_s = outcome.ttft_s, outcome.e2e_s, outcome.mean_tbt_s
         if ttft_s is None or e2e_s is None:
             return
         self.ttft_s.add(ttft_s)
@@ -188,14 +188,6 @@ def distribution(histogram: Histogram) -> Distribution | None:
         return None
     p50, p90, p95, p99 = histogram.percentiles(LEVELS)
     return Distribution(count=histogram.count, mean=histogram.mean, p50=p50, p90=p90, p95=p95, p99=p99, max=histogram.largest)
-
-
-def mean_tbt_s(outcome: RequestOutcome) -> float | None:
-    """Of one request: decode time over all tokens but the first. None: it has only one."""
-    if outcome.first_token_s is None or outcome.last_token_s is None:
-        return None
-    num_tokens = max(outcome.num_output_tokens, len(outcome.token_gaps_s) + 1)
-    return (outcome.last_token_s - outcome.first_token_s) / (num_tokens - 1) if num_tokens > 1 else None
 
 
 def _within(value: float | None, limit: float | None) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from triptych.loadgen.traces.form import Form, Sessions
+from triptych.loadgen.traces.form import Form, SessionStates
 from triptych.loadgen.traces.row import TraceRow
 from triptych.loadgen.traces.trace import TraceOptions
 
@@ -31,7 +31,7 @@ class BailianRecord(msgspec.Struct):
 
 
 def _converter(_options: TraceOptions) -> Callable[[BailianRecord], TraceRow]:
-    roots: Sessions[str] = Sessions()  # of each chat_id: the first one of its conversation
+    roots: SessionStates[str] = SessionStates()  # of each chat_id: the first one of its conversation
 
     def to_row(record: BailianRecord) -> TraceRow:
         chat, parent = str(record.chat_id), str(record.parent_chat_id)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from triptych.loadgen.traces.form import Form, Sessions
+from triptych.loadgen.traces.form import Form, SessionStates
 from triptych.loadgen.traces.row import TraceRow
 from triptych.loadgen.traces.trace import TraceOptions
 
@@ -22,7 +22,7 @@ class BurstGptRecord(msgspec.Struct):
 
 
 def _converter(_options: TraceOptions) -> Callable[[BurstGptRecord], TraceRow]:
-    turns: Sessions[int] = Sessions()  # of each conversation: how many turns it had
+    turns: SessionStates[int] = SessionStates()  # of each conversation: how many turns it had
 
     def to_row(record: BurstGptRecord) -> TraceRow:
         if record.response_tokens == 0:

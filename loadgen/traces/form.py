@@ -37,7 +37,7 @@ class Form(Generic[Record]):
         return lambda fields: to_row(msgspec.convert(fields, self.record, strict=False))
 
 
-class Sessions(OrderedDict[str, State]):
+class SessionStates(OrderedDict[str, State]):
     """What is remembered of each conversation; the one that was silent longest is forgotten first."""
 
     def remember(self, session: str, state: State) -> None:

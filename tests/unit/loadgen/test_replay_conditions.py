@@ -9,7 +9,7 @@ import pytest
 from triptych.loadgen.replay.conditions import Conditions, read_conditions, write_conditions
 from triptych.loadgen.replay.options import parse_headers, shown_options
 from triptych.loadgen.replay.outcome import RequestOutcome
-from triptych.loadgen.replay.slo import Isolated, Limits, Line, parse_slos
+from triptych.loadgen.replay.slo import Isolated, LatencyLine, Limits, parse_slos
 
 CONDITIONS = Conditions(
     target="http://x",
@@ -22,7 +22,7 @@ CONDITIONS = Conditions(
     seed=3,
     options={"speed_up": 1.5, "limit": None, "natural": True, "slo": ["ttft=1"], "content": "trace"},
     slos=parse_slos(["image:ttft=5x,tbt=100ms"]),
-    isolated={"image": Isolated(3, 1.0, Line(0.5, 0.1))},
+    isolated={"image": Isolated(3, 1.0, LatencyLine(0.5, 0.1))},
     notes=("One.",),
     error_examples={"http_503": "busy"},
 )

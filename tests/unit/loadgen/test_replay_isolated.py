@@ -9,7 +9,7 @@ import pytest
 
 from triptych.loadgen.replay.isolated import MAX_OUTPUT_TOKENS, line_through, measure_isolated, sample_rows, summary
 from triptych.loadgen.replay.outcome import RequestOutcome
-from triptych.loadgen.replay.slo import Line
+from triptych.loadgen.replay.slo import LatencyLine
 from triptych.loadgen.traces.row import TraceRow
 
 
@@ -55,13 +55,13 @@ def test_latencies_count_from_sending() -> None:
 @pytest.mark.parametrize(
     ("sizes", "times_s", "line"),
     [
-        ([10, 10], [1.0, 3.0], Line(2.0, 0.0)),
-        ([10, 20], [3.0, 1.0], Line(2.0, 0.0)),  # noise: time does not fall with size
-        ([10, 30], [1.0, 5.0], Line(0.0, 0.15)),  # no negative time for a small one
-        ([10, 30], [2.0, 4.0], Line(1.0, 0.1)),
+        ([10, 10], [1.0, 3.0], LatencyLine(2.0, 0.0)),
+        ([10, 20], [3.0, 1.0], LatencyLine(2.0, 0.0)),  # noise: time does not fall with size
+        ([10, 30], [1.0, 5.0], LatencyLine(0.0, 0.15)),  # no negative time for a small one
+        ([10, 30], [2.0, 4.0], LatencyLine(1.0, 0.1)),
     ],
 )
-def test_lines(sizes: list[int], times_s: list[float], line: Line) -> None:
+def test_lines(sizes: list[int], times_s: list[float], line: LatencyLine) -> None:
     found = line_through(sizes, times_s)
     assert (found.base_s, found.s_per_token) == (pytest.approx(line.base_s), pytest.approx(line.s_per_token))
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from triptych.loadgen.replay.slo import Bound, Isolated, Limits, Line, Slo, class_wide, own_scaled, parse_slos
+from triptych.loadgen.replay.slo import Bound, Isolated, LatencyLine, Limits, Slo, class_wide, own_scaled, parse_slos
 
-ISOLATED = Isolated(8, ttft_s=1.0, ttft_line=Line(0.5, 0.001), tbt_s=0.02, tbt_line=Line(0.02, 0.0))
+ISOLATED = Isolated(8, ttft_s=1.0, ttft_line=LatencyLine(0.5, 0.001), tbt_s=0.02, tbt_line=LatencyLine(0.02, 0.0))
 
 
 def test_how_they_are_written() -> None:

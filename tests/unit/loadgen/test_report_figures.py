@@ -12,7 +12,7 @@ import pytest
 from support.replay_results import CONDITIONS, answered, failed
 from triptych.loadgen.replay.conditions import Conditions
 from triptych.loadgen.replay.outcome import RequestOutcome
-from triptych.loadgen.replay.slo import Isolated, Line, parse_slos
+from triptych.loadgen.replay.slo import Isolated, LatencyLine, parse_slos
 from triptych.loadgen.report.builder import ReportBuilder
 from triptych.loadgen.report.figures import flat_figures
 from triptych.loadgen.report.histogram import RELATIVE_ERROR
@@ -139,7 +139,7 @@ def test_answers_known_and_right() -> None:
 
 def test_slo_class_wide_and_own_scaled() -> None:
     # Alone, a request takes 1 ms a token; the median one has 100 tokens
-    isolated = Isolated(9, 0.1, Line(0.0, 0.001), 0.01, Line(0.01, 0.0))
+    isolated = Isolated(9, 0.1, LatencyLine(0.0, 0.001), 0.01, LatencyLine(0.01, 0.0))
     conditions = replace(CONDITIONS, slos=parse_slos(["ttft=2x,tbt=50ms"]), isolated={"text": isolated, "image": isolated})
     small_slow = answered(0.0, 0.15, [0.01], num_prompt_tokens=10)
     large_slow = answered(1.0, 1.5, [0.01], num_images=1, num_prompt_tokens=1000)
@@ -183,7 +183,7 @@ def test_a_class_without_limits_has_no_attainment() -> None:
         ([], {"num_malformed_rows": 3}, "3 malformed rows"),
         (
             [answered(0.0, 1.0)],
-            {"slos": parse_slos(["text:ttft=50ms"]), "isolated": {"text": Isolated(9, 0.1, Line(0.1, 0.0))}},
+            {"slos": parse_slos(["text:ttft=50ms"]), "isolated": {"text": Isolated(9, 0.1, LatencyLine(0.1, 0.0))}},
             "Most text requests miss their TTFT limit even alone: their isolated median is 100 ms.",
         ),
     ],

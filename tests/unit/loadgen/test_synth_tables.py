@@ -11,7 +11,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from triptych.loadgen.synth.fit import Quantiles
 from triptych.loadgen.synth.published import COUNTS, SIZES
 from triptych.loadgen.synth.tables import Counts, Sizes
 
@@ -45,17 +44,6 @@ def test_counts_have_their_weights() -> None:
     for wrong in ({}, {0: 1.0}, {1: 0.0}):
         with pytest.raises(ValueError, match="counts are 1 or more"):
             Counts(wrong)
-
-
-@LOADED
-@given(st.lists(st.integers(1, 10**6), min_size=1, max_size=200), st.sampled_from([1, 10, 50, 90, 99, 100]))
-def test_quantiles_of_a_stream(values: list[int], percent: int) -> None:
-    """Half a percent off at most, and whole numbers are rounded."""
-    quantiles = Quantiles()
-    for value in values:
-        quantiles.add(value)
-    exact = sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]
-    assert quantiles.at(percent) == pytest.approx(exact, rel=0.006, abs=0.51)
 
 
 def plot(name: str) -> list[tuple[float, float, float]]:
