@@ -21,7 +21,6 @@ from triptych.services.launcher.child import ChildSpec
 from triptych.shared.errors import BadRequest
 
 LOOPBACK = "127.0.0.1"
-READY_TIMEOUT_S = 20.0  # chosen: both start in 50 ms; a machine under load takes longer
 POLL_S = 0.02  # chosen
 ANSWER_TIMEOUT_S = 1.0  # chosen: a server that listens answers within a millisecond
 VALKEY_MEMORY = "64mb"  # chosen: the index of a small cluster; the least recently used entries go first
