@@ -13,6 +13,8 @@ from typing import Any
 
 from rich.console import Console
 
+from triptych.shared.tied_exec import tied
+
 START_TIMEOUT_S = 240.0  # chosen: three processes that load torch, on a slow disk; an emulated start of 94 s
 STOP_TIMEOUT_S = 45.0  # chosen: longer than drain_timeout_s
 LOG_TAIL_CHARS = 3000
@@ -34,7 +36,7 @@ async def running_cluster(
     """
     log_path = folder / "cluster.log"
     arguments = ("--json", "--port", "0", "--model", str(model), "--log-dir", str(folder / "logs"), *options)
-    command = (sys.executable, "-m", "triptych.services.cli", "up", *arguments)
+    command = tied(sys.executable, "-m", "triptych.services.cli", "up", *arguments)
     with log_path.open("wb") as log:
         # A session of its own: Ctrl-C reaches us, and we stop the cluster once.
         process = await asyncio.create_subprocess_exec(

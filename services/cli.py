@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import importlib
 import json
@@ -79,9 +80,13 @@ def up(
     colocated: Annotated[bool, typer.Option("--colocated", help="one process for all three engine roles")] = False,
     ready_timeout_s: Annotated[float, typer.Option(min=1, help="give up when not ready in time")] = 600.0,
     log_dir: Annotated[Path | None, typer.Option(help="keep the logs there; default: only those of a failed start")] = None,
-    as_json: JsonFlag = False,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="for programs: one JSON line when it is ready; it ends with the program that started it"),
+    ] = False,
 ) -> None:
     """Start a whole cluster on this machine; Ctrl-C stops it."""
+    starter_pid = os.getppid() if as_json else None  # first of all: should it end while we load the rest
     from triptych.services.launcher.plan import Counts  # pulls in HTTP client, NATS, uvloop: not for --help
     from triptych.services.launcher.up import UpOptions, run_up
     from triptych.shared.emulation import emulated_settings, open_model
@@ -99,10 +104,11 @@ def up(
     counts = Counts(router, preprocess, encoder, prefill, decode, colocated)
 
     def tell(line: str) -> None:
-        sys.stderr.write(line + "\n")
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):  # who read along, a terminal too, may be gone
+            sys.stderr.write(line + "\n")
+            sys.stderr.flush()
 
-    raise typer.Exit(run_up(settings, UpOptions(counts, ready_timeout_s, as_json, tell, log_dir)))
+    raise typer.Exit(run_up(settings, UpOptions(counts, ready_timeout_s, starter_pid, tell, log_dir)))
 
 
 @app.command(context_settings=EXTRA_ARGUMENTS)

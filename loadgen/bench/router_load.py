@@ -18,6 +18,7 @@ import psutil  # type: ignore[import-untyped]
 
 from triptych.loadgen.bench.runner import BenchFailed
 from triptych.loadgen.client import chat_body
+from triptych.shared.tied_exec import tied
 
 NUM_TOKENS = 64  # of the prompt, about, and of the answer
 PICTURE_EVERY = 4  # chosen: where there are pictures, one request in four has one
@@ -98,9 +99,7 @@ async def emulated_stages(nats_url: str, model: str) -> AsyncIterator[None]:
     """Emulated prefill and decode in place of the cluster's own, which are drained (and stay away)."""
     environment = {**os.environ, "TRIPTYCH_NATS_URL": nats_url, "PYTHONSAFEPATH": "1"}
     emulated = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "triptych.loadgen.bench.emulated_stages",
+        *tied(sys.executable, "-m", "triptych.loadgen.bench.emulated_stages"),
         env={**environment, "TRIPTYCH_MODEL": model},
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.DEVNULL,

@@ -9,14 +9,12 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
-from triptych.services.launcher import tied_exec
 from triptych.services.launcher.child_log import ChildLog
+from triptych.shared.tied_exec import tied
 
 CHUNK_BYTES = 1 << 16  # chosen: a pipe's capacity
 LOG_END_TIMEOUT_S = 2.0  # chosen: grandchildren may keep the pipe open for longer than the child lives
@@ -88,8 +86,7 @@ class Child:
     async def start(cls, spec: ChildSpec, log: ChildLog) -> Child:
         """In a session of its own: a terminal's Ctrl-C is for us, who stop the children in order."""
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", str(Path(tied_exec.__file__)), str(os.getpid())),
-            *spec.command,
+            *tied(*spec.command),
             env=dict(spec.env),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,

@@ -1,4 +1,5 @@
-"""`triptych up`: servers and stages as child processes, until Ctrl-C. Starts, waits until ready, tells, stops everything."""
+"""`triptych up`: servers and stages as child processes, until Ctrl-C, or until the program that started it has ended. Starts,
+waits until ready, tells, stops everything."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ COULD_NOT_START = "error: could not start: "  # how run_service logs it
 RUN_PREFIX = "triptych-up-"
 LOGS = "logs"
 MAIN_ROUTER = "router-0"
-FATAL_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STARTER_POLL_S = 0.5  # chosen: how soon the end of our starter is noticed
 
 
 class UpInfo(msgspec.Struct, frozen=True):
@@ -61,12 +62,13 @@ class UpInfo(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class UpOptions:
-    """What `up` has besides the settings. tell: a line for the user (stderr). log_dir: keep the logs there; None: in the
-    run's temporary folder, which is removed at the end; the next run removes those of a failed start."""
+    """What `up` has besides the settings. starter_pid: the program that reads our JSON line and whose end is ours too; None
+    when a person reads along. tell: a line for the user (stderr). log_dir: keep the logs there; None: in the run's temporary
+    folder, which is removed at the end; the next run removes those of a failed start."""
 
     counts: Counts
     ready_timeout_s: float
-    is_json: bool
+    starter_pid: int | None
     tell: Callable[[str], None]
     log_dir: Path | None = None
 
@@ -139,8 +141,11 @@ class Up:
 
     async def run(self) -> int:
         """The exit status."""
-        for number in FATAL_SIGNALS:
+        for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._on_signal)
+        watching = asyncio.create_task(self._watch_starter(), name="watch the starter")
         announced: RunAnnouncement | None = None
         try:
             info = await self._start_unless_stopped()
@@ -153,9 +158,19 @@ class Up:
             self._options.tell(f"error: {error}")
             return 1
         finally:
+            watching.cancel()
             if announced is not None:
                 announced.withdraw()
             await self._stop()
+
+    async def _watch_starter(self) -> None:
+        """A killed program can't stop its cluster, which would go on for ever."""
+        if (starter_pid := self._options.starter_pid) is None:
+            return
+        while os.getppid() == starter_pid:  # noqa: ASYNC110 - not our child: nobody tells us
+            await asyncio.sleep(STARTER_POLL_S)
+        self._options.tell("stopping: the program that started this cluster has ended")
+        self._asked_to_stop.set()
 
     def _on_signal(self) -> None:
         if self._asked_to_stop.is_set():
@@ -271,7 +286,7 @@ class Up:
         )
 
     def _tell_ready(self, info: UpInfo) -> None:
-        if self._options.is_json:
+        if self._options.starter_pid is not None:
             sys.stdout.write(msgspec.json.encode(info).decode() + "\n")
             sys.stdout.flush()
             return

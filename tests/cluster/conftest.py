@@ -6,7 +6,7 @@ import itertools
 import json
 import shutil
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -60,8 +60,8 @@ def start_cluster(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactor
     number = itertools.count()
     with ExitStack() as stack:
 
-        def start(*args: str, model_dir: Path = tiny_checkpoint, **env: str) -> Cluster:
-            made = Cluster(model_dir, tmp_path_factory.mktemp(f"cluster{next(number)}"), args, env)
+        def start(*args: str, model_dir: Path = tiny_checkpoint, starter: Sequence[str] = (), **env: str) -> Cluster:
+            made = Cluster(model_dir, tmp_path_factory.mktemp(f"cluster{next(number)}"), args, env, starter)
             stack.callback(_stop, made)
             return made
 

@@ -17,7 +17,7 @@ import pytest
 
 from support.cases import chat, random_case
 from support.client import ask, session
-from support.cluster import Cluster
+from support.cluster import Cluster, wait_for
 from support.raw_client import RawClient
 from support.reference import Reference
 from support.watch import Watch
@@ -25,6 +25,8 @@ from support.watch import Watch
 MAX_READY_S = 30.0  # the acceptance bound, on 2 cores
 MAX_PSS_BYTES = 3_000_000_000  # the acceptance bound, tiny checkpoint
 MAX_OUTPUT_TOKENS = 800
+GONE_WITHIN_S = 15.0  # chosen: noticed within half a second, and then as on SIGTERM
+STARTER = (sys.executable, "-c", "import subprocess, sys; subprocess.run(sys.argv[1:])")
 
 
 def pss_bytes(process: psutil.Process) -> int:
@@ -43,8 +45,10 @@ def listening(process: psutil.Process) -> list[tuple[str, int]]:
     ]
 
 
-def test_it_starts_quickly_and_is_small(start_cluster: Callable[..., Cluster], reference: Reference) -> None:
-    cluster = start_cluster()
+def test_it_starts_quickly_is_small_and_ends_with_its_starter(
+    start_cluster: Callable[..., Cluster], reference: Reference
+) -> None:
+    cluster = start_cluster(starter=STARTER)
     assert cluster.is_ready()
     lines = (cluster.folder / "out").read_text().splitlines()
     assert len(lines) == 1, "a program that starts a cluster reads one line"
@@ -57,7 +61,10 @@ def test_it_starts_quickly_and_is_small(start_cluster: Callable[..., Cluster], r
     print(f"ready after {cluster.info['ready_s']:.1f} s; {told_bytes / 1e6:.0f} MB then, {total_bytes / 1e6:.0f} MB now")
     assert total_bytes < MAX_PSS_BYTES
     assert total_bytes / 4 < told_bytes < MAX_PSS_BYTES
-    assert cluster.stop() == 0
+    assert len(cluster.processes()) >= 12, "starter, up, two servers, template, six services, decode workers"
+    cluster.process.kill()
+    cluster.process.wait(10)
+    wait_for(lambda: not cluster.processes(), GONE_WITHIN_S, "the end of all processes of a killed starter")
 
 
 async def _answers(cluster: Cluster, reference: Reference, cases: list) -> None:  # type: ignore[type-arg]

@@ -36,6 +36,7 @@ from triptych.shared.messages import (
 )
 from triptych.shared.registry import Registry
 from triptych.shared.settings import Settings
+from triptych.shared.tied_exec import tied
 
 DUMMY = Path(__file__).parents[1] / "support" / "dummy_service.py"
 TIMEOUT_S = 60.0  # chosen: generous, a loaded machine takes seconds to start Python
@@ -110,7 +111,7 @@ async def start(environment: dict[str, str]) -> AsyncIterator[Start]:
     processes: list[asyncio.subprocess.Process] = []
 
     async def start(service: str, name: str, **env: str) -> asyncio.subprocess.Process:
-        command = (sys.executable, str(DUMMY), service, name)
+        command = tied(sys.executable, str(DUMMY), service, name)
         pipe = asyncio.subprocess.PIPE
         processes.append(await asyncio.create_subprocess_exec(*command, env={**environment, **env}, stdout=pipe, stderr=pipe))
         return processes[-1]

@@ -20,6 +20,8 @@ from typing import Any, TypeVar
 
 import psutil
 
+from triptych.shared.tied_exec import tied
+
 T = TypeVar("T")
 
 START_TIMEOUT_S = 90.0  # chosen: a loaded 2-core machine; the bound that the product promises is tested in test_up.py
@@ -28,9 +30,17 @@ MAX_BODY_BYTES = 4 << 20  # of the shared cluster: small, so that a test can go 
 
 
 class Cluster:
-    """Started by the constructor, which returns when the JSON line came; `stop` is idempotent."""
+    """Started by the constructor, which returns when the JSON line came; `stop` is idempotent. starter: a command that runs
+    the one in its arguments; process is its then."""
 
-    def __init__(self, model_dir: Path, folder: Path, args: Sequence[str] = (), env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        model_dir: Path,
+        folder: Path,
+        args: Sequence[str] = (),
+        env: dict[str, str] | None = None,
+        starter: Sequence[str] = (),
+    ) -> None:
         self.folder = folder
         self.temp_dir = folder / "tmp"
         self.temp_dir.mkdir(parents=True)
@@ -40,7 +50,7 @@ class Cluster:
         environment = {**os.environ, "TMPDIR": str(self.temp_dir), "HF_HUB_OFFLINE": "1", **(env or {})}
         with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
             self.process = subprocess.Popen(
-                [*command, *args],
+                tied(*starter, *command, *args),
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=out,

@@ -9,6 +9,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from support.cluster import wait_for
+from triptych.shared.tied_exec import tied
 
 
 class NatsServer:
@@ -20,7 +21,7 @@ class NatsServer:
         config.write_text(
             f'listen: "127.0.0.1:-1"\nmax_payload: {max_payload_bytes}\nports_file_dir: "{folder}"\nlog_file: "{self._log}"\n'
         )
-        self._process = subprocess.Popen([str(Path(sys.executable).with_name("nats-server")), "-c", str(config)])
+        self._process = subprocess.Popen(tied(str(Path(sys.executable).with_name("nats-server")), "-c", str(config)))
         ports = folder / f"nats-server_{self._process.pid}.ports"
         try:
             wait_for(lambda: ports.exists() and ports.read_text().endswith("}"), 20, "the NATS server's ports file")

@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 from triptych.services.launcher.embedded import EmbeddedNats
+from triptych.shared.tied_exec import tied
 
 TIMEOUT_S = 20.0
 
@@ -36,7 +37,8 @@ class OwnNats:
 
     async def start_again(self) -> None:
         spec = self._server.spec()
-        self._process = subprocess.Popen(spec.command, stderr=subprocess.DEVNULL)  # noqa: ASYNC220 - starting takes no time
+        command = tied(*spec.command)
+        self._process = subprocess.Popen(command, stderr=subprocess.DEVNULL)  # noqa: ASYNC220 - starting takes no time
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 await self._server.wait_ready(self._process.pid)

@@ -11,6 +11,13 @@ import sys
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
+
+def tied(*command: str) -> tuple[str, ...]:
+    """What to run instead of `command` (its program as a path), so that it ends with this process. To be started by the main
+    thread: the kernel takes the end of the thread that started it for the parent's. Only on Linux; elsewhere as `command`."""
+    return (sys.executable, "-I", "-S", __file__, str(os.getpid()), *command)
+
+
 if __name__ == "__main__":
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
