@@ -1,23 +1,24 @@
-"""Fixtures of the cluster tests: one cluster for the tests that only read, fresh ones for those that break things."""
+"""Fixtures of the cluster tests: a few clusters for the tests that only send requests, others for those that break things."""
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import json
 import shutil
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from support.cases import random_case
-from support.cluster import MAX_BODY_BYTES, Cluster
+from support.cluster import FEW_INFLIGHT, MAX_BODY_BYTES, Cluster
 from support.reference import Reference
 from support.watch import Watch
 
 StartCluster = Callable[..., Cluster]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="session")
@@ -54,30 +55,51 @@ def stopping_reference(stopping_checkpoint: Path, reference_cache: Path) -> Refe
     return Reference(stopping_checkpoint, reference_cache)
 
 
+@contextlib.contextmanager
+def _clusters(model_dir: Path, factory: pytest.TempPathFactory) -> Iterator[StartCluster]:
+    """Starts clusters that live until the context ends or they are stopped."""
+    started: list[Cluster] = []
+
+    def start(*args: str, model_dir: Path = model_dir, starter: Sequence[str] = (), **env: str) -> Cluster:
+        started.append(Cluster(model_dir, factory.mktemp("cluster"), args, env, starter))
+        return started[-1]
+
+    yield start
+    running = [cluster for cluster in started if cluster.process.poll() is None]
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(Cluster.stop, running))
+
+
 @pytest.fixture(scope="module")
 def start_cluster(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartCluster]:
-    """Starts clusters that live until the module ends or they are stopped."""
-    number = itertools.count()
-    with ExitStack() as stack:
-
-        def start(*args: str, model_dir: Path = tiny_checkpoint, starter: Sequence[str] = (), **env: str) -> Cluster:
-            made = Cluster(model_dir, tmp_path_factory.mktemp(f"cluster{next(number)}"), args, env, starter)
-            stack.callback(_stop, made)
-            return made
-
+    """For clusters of one module."""
+    with _clusters(tiny_checkpoint, tmp_path_factory) as start:
         yield start
 
 
-def _stop(cluster: Cluster) -> None:
-    if cluster.process.poll() is None:
-        cluster.stop()
+@pytest.fixture(scope="session")
+def start_for_all(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartCluster]:
+    """For the clusters below. Each costs ten seconds: tests share them where they can."""
+    with _clusters(tiny_checkpoint, tmp_path_factory) as start:
+        yield start
 
 
 @pytest.fixture(scope="session")
-def shared_cluster(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    made = Cluster(tiny_checkpoint, tmp_path_factory.mktemp("shared"), env={"TRIPTYCH_MAX_BODY_BYTES": str(MAX_BODY_BYTES)})
-    yield made
-    _stop(made)
+def shared_cluster(start_for_all: StartCluster) -> Cluster:
+    """For tests that only send requests. Heartbeats come more often than by default: whoever waits for rest waits for one."""
+    return start_for_all(TRIPTYCH_MAX_BODY_BYTES=str(MAX_BODY_BYTES), TRIPTYCH_HEARTBEAT_INTERVAL_S="0.2")
+
+
+@pytest.fixture(scope="session")
+def colocated_cluster(start_for_all: StartCluster) -> Cluster:
+    """One engine process, few requests at a time, and pictures may come from web sites of our own."""
+    return start_for_all("--colocated", TRIPTYCH_ALLOW_PRIVATE_MEDIA="1", TRIPTYCH_MAX_INFLIGHT=str(FEW_INFLIGHT))
+
+
+@pytest.fixture(scope="session")
+def demo_cluster(start_for_all: StartCluster) -> Cluster:
+    """Of the trained checkpoint, with every setting as it comes: the README's."""
+    return start_for_all(model_dir=ROOT / "deploy" / "demo" / "checkpoint")
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import base64
 import io
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -238,18 +238,12 @@ def site() -> Iterator[str]:
     server.server_close()
 
 
-@pytest.fixture(scope="module")
-def open_cluster(start_cluster: Callable[..., Cluster]) -> Cluster:
-    """May fetch from private addresses, as our own web site is at one."""
-    return start_cluster("--colocated", TRIPTYCH_ALLOW_PRIVATE_MEDIA="1")
-
-
-async def test_a_picture_from_a_url(open_cluster: Cluster, reference: Reference, site: str) -> None:
+async def test_a_picture_from_a_url(colocated_cluster: Cluster, reference: Reference, site: str) -> None:
     case = chat("What is", Picture("image/jpeg", GOOD_JPEG), max_tokens=8)
     body = case.body()
     body["messages"][0]["content"][1]["image_url"]["url"] = f"{site}/picture.jpg"
     async with httpx.AsyncClient(timeout=TIMEOUT_S, trust_env=False) as http:
-        response = await http.post(f"{open_cluster.url}/v1/chat/completions", json=body)
+        response = await http.post(f"{colocated_cluster.url}/v1/chat/completions", json=body)
     assert response.status_code == 200, response.text
     assert response.json()["choices"][0]["message"]["content"] == reference.answer(case).text
 
@@ -258,20 +252,20 @@ async def test_a_picture_from_a_url(open_cluster: Cluster, reference: Reference,
     ("path", "code"),
     [("/missing", "image_download_failed"), ("/loop", "image_download_failed"), ("/text", "invalid_image")],
 )
-async def test_a_url_without_a_picture(open_cluster: Cluster, site: str, path: str, code: str) -> None:
+async def test_a_url_without_a_picture(colocated_cluster: Cluster, site: str, path: str, code: str) -> None:
     async with httpx.AsyncClient(timeout=TIMEOUT_S, trust_env=False) as http:
-        response = await http.post(f"{open_cluster.url}/v1/chat/completions", json=picture_body(site + path))
+        response = await http.post(f"{colocated_cluster.url}/v1/chat/completions", json=picture_body(site + path))
     assert response.status_code == 400, response.text
     error = checked_error(response.json())
     assert (error["code"], error["param"]) == (code, PICTURE_PARAM)
     assert "127.0.0.1" not in error["message"]
 
 
-async def test_a_url_where_nobody_listens(open_cluster: Cluster) -> None:
+async def test_a_url_where_nobody_listens(colocated_cluster: Cluster) -> None:
     unused = ThreadingHTTPServer(("127.0.0.1", 0), _PictureSite)
     unused.server_close()
     url = f"http://127.0.0.1:{unused.server_port}/x.png"
     async with httpx.AsyncClient(timeout=TIMEOUT_S, trust_env=False) as http:
-        response = await http.post(f"{open_cluster.url}/v1/chat/completions", json=picture_body(url))
+        response = await http.post(f"{colocated_cluster.url}/v1/chat/completions", json=picture_body(url))
     assert response.status_code == 400, response.text
     assert checked_error(response.json())["code"] == "image_download_failed"

@@ -8,14 +8,14 @@ import json
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 import aiohttp
 import psutil
 import pytest
 
-from support.cases import Case, random_case
+from support.cases import Case, chat, random_case
 from support.client import Answer, ask, session
 from support.cluster import Cluster, wait_for
 from support.reference import Reference
@@ -24,7 +24,8 @@ from support.watch import Watch
 REQUEST_TIMEOUT_S = 40.0
 RECOVER_WITHIN_S = 15.0  # the acceptance bound
 FREE_WITHIN_S = 5.0  # the acceptance bound, for what a killed router's requests hold
-TRANSFER_TIMEOUT_S = 15.0  # the default setting: how long a pull may pin a tensor when nobody says that it is over
+TRANSFER_TIMEOUT_S = 5.0  # how long a pull may pin a tensor when nobody says that it is over
+MAX_OUTPUT_TOKENS = 800
 NUM_CLIENTS = 8
 TYPED_STATUS = {500, 502, 503, 504}
 ROUTER_GONE = 0  # status of an Answer whose connection broke
@@ -35,7 +36,7 @@ pytestmark = pytest.mark.timeout(240)
 @pytest.fixture(scope="module")
 def mortal_cluster(start_cluster: Callable[..., Cluster]) -> Cluster:
     """Every kill leaves it whole again, which is what is tested: so one is enough for all of them."""
-    return start_cluster(TRIPTYCH_REQUEST_TIMEOUT_S=str(REQUEST_TIMEOUT_S))
+    return start_cluster(TRIPTYCH_REQUEST_TIMEOUT_S=str(REQUEST_TIMEOUT_S), TRIPTYCH_TRANSFER_TIMEOUT_S=str(TRANSFER_TIMEOUT_S))
 
 
 @pytest.fixture(scope="module")
@@ -223,9 +224,23 @@ async def test_a_killed_router_holds_nothing(mortal_cluster: Cluster, load_cases
         await asyncio.to_thread(wait_for, cluster.is_ready, RECOVER_WITHIN_S, "/ready")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _stops_cleanly(mortal_cluster: Cluster) -> Iterator[None]:
-    """After all of that, Ctrl-C still ends everything."""
-    yield
-    assert mortal_cluster.stop() == 0
-    assert mortal_cluster.processes() == []
+async def test_after_all_of_that_sigterm_lets_an_admitted_stream_finish(mortal_cluster: Cluster, reference: Reference) -> None:
+    """And ends everything."""
+    cluster = mortal_cluster
+    case = chat("A long story, please.", max_tokens=MAX_OUTPUT_TOKENS)
+    async with session() as http:
+        asking = asyncio.create_task(ask(http, cluster.url, case, stream=True))
+        async with Watch(cluster.nats_url) as watch:
+            await watch.until(
+                lambda beats: any(load.num_running for beat in beats.values() for load in beat.loads if load.stage == "decode"),
+                20,
+                "the stream to run",
+            )
+        assert not asking.done()
+        stopping = asyncio.create_task(asyncio.to_thread(cluster.stop, signal.SIGTERM))
+        answer = await asyncio.wait_for(asking, 60)
+        assert await asyncio.wait_for(stopping, 60) == 0, cluster.log()
+    assert answer.error is None, answer
+    assert answer.finish_reason in {"length", "stop"}
+    assert reference.judge(case, answer) == "equal" or reference.judge(case, answer).startswith("excused")
+    assert cluster.processes() == []

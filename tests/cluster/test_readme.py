@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,12 +26,6 @@ def _example(start: str, cluster: Cluster) -> str:
     [block] = [block for block in blocks if block.startswith(start)]
     assert "http://127.0.0.1:8000" in block
     return str(block).replace("http://127.0.0.1:8000", cluster.url)
-
-
-@pytest.fixture(scope="module")
-def demo_cluster(start_cluster: Callable[..., Cluster]) -> Cluster:
-    """Of the trained checkpoint, as the README has it."""
-    return start_cluster(model_dir=ROOT / "deploy" / "demo" / "checkpoint")
 
 
 @pytest.fixture
