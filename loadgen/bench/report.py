@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.table import Table
 
+from triptych.shared.units import number
+
 
 @dataclass(frozen=True, slots=True)
 class Bar:
@@ -67,7 +69,7 @@ def _figure_tables(figures: Mapping[str, float]) -> Iterator[Table]:
             table.add_column(side or "value", justify="right", no_wrap=True)
         for name, by_side in rows.items():
             if tuple(by_side) == sides:
-                table.add_row(name, *map(_shown, by_side.values()))
+                table.add_row(name, *map(number, by_side.values()))
         yield table
 
 
@@ -77,13 +79,9 @@ def _bar_table(bars: Mapping[str, Bar]) -> Table:
     for name in ("value", "limit", ""):
         table.add_column(name, justify="right", no_wrap=True)
     for name, bar in bars.items():
-        limit = f"{'at most' if bar.is_most else 'at least'} {_shown(bar.limit)}"
-        table.add_row(name, _shown(bar.value), limit, "[green]holds[/]" if bar.holds else "[red]does not hold[/]")
+        limit = f"{'at most' if bar.is_most else 'at least'} {number(bar.limit)}"
+        table.add_row(name, number(bar.value), limit, "[green]holds[/]" if bar.holds else "[red]does not hold[/]")
     return table
-
-
-def _shown(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def _rounded(value: float) -> float:

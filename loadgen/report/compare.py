@@ -13,7 +13,7 @@ from rich.text import Text
 from triptych.loadgen.report.builder import ALL
 from triptych.loadgen.report.figures import LATENCIES, SLOS, flat_conditions, flat_figures
 from triptych.loadgen.report.schema import REAL, Report
-from triptych.loadgen.report.units import NOTHING, duration, number, plain, share
+from triptych.shared.units import NOTHING, duration, number, plain, share
 
 VERSION = 1
 SIDES_WIDTH, RATIO_WIDTH = 48, 16  # columns; classes without room are in the JSON only
@@ -66,12 +66,14 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """What `loadgen compare --json` prints. ratios: by class, by figure."""
+    """What `loadgen compare --json` prints. ratios: by class, by figure. warnings_a, warnings_b: of one of the reports only."""
 
     version: int = VERSION
     label_a: str
     label_b: str
     differences: list[Difference]
+    warnings_a: list[str]
+    warnings_b: list[str]
     ratios: dict[str, dict[str, Ratio]]
 
 
@@ -87,7 +89,14 @@ def compare(a: Report, b: Report) -> Comparison:
         for figures in a.classes
         if figures.name in of_b
     }
-    return Comparison(label_a=a.label, label_b=b.label, differences=list(_differences(a, b)), ratios=ratios)
+    return Comparison(
+        label_a=a.label,
+        label_b=b.label,
+        differences=list(_differences(a, b)),
+        warnings_a=[warning for warning in a.warnings if warning not in b.warnings],
+        warnings_b=[warning for warning in b.warnings if warning not in a.warnings],
+        ratios=ratios,
+    )
 
 
 def _differences(a: Report, b: Report) -> Iterator[Difference]:
@@ -119,6 +128,9 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     for difference in comparison.differences:
         line = f"{difference.name}: {difference.a or NOTHING} in A, {difference.b or NOTHING} in B"
         console.print(Text(plain(line), style="yellow"), soft_wrap=True)
+    for side, warnings in (("A", comparison.warnings_a), ("B", comparison.warnings_b)):
+        for warning in warnings:
+            console.print(Text(plain(f"! {side}: {warning}"), style="yellow"), soft_wrap=True)
     if not comparison.differences:
         console.print(Text("same conditions", style="dim"))
 

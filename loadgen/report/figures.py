@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from triptych.loadgen.report.schema import Attainment, ClassFigures, Distribution
-from triptych.loadgen.report.units import NOTHING, share
+from triptych.shared.units import NOTHING, share
 
 
 class Latency(NamedTuple):

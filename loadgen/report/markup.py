@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from xml.etree.ElementTree import Element, tostring
 
-from triptych.loadgen.report.units import plain
+from triptych.shared.units import plain
 
 Child = Element | str
 

@@ -21,7 +21,7 @@ from triptych.loadgen.report.markup import document, table, tag
 from triptych.loadgen.report.page_charts import charts
 from triptych.loadgen.report.schema import ClassFigures, CurveFigure, Distribution, Report
 from triptych.loadgen.report.style import STYLE
-from triptych.loadgen.report.units import duration, number, share
+from triptych.shared.units import duration, number, share
 
 TABLES = "grid tables"
 
@@ -110,12 +110,13 @@ def _slo_card(slo: SloKind, classes: Sequence[ClassFigures]) -> Element:
 
 
 def _load_card(report: Report) -> Element:
-    head = ("", "requests", "finished", "failed", "cancelled", "offered/s", "finished/s")
+    head = ("", "requests", "finished", "failed", "cancelled", "unfinished", "offered/s", "finished/s")
     tokens = ("prompt tokens/s", "output tokens/s", "cached", "answers right")
     rows = [
         (
             figures.name,
-            *map(number, (figures.num_requests, figures.num_finished, num_failed(figures), figures.num_cancelled)),
+            *map(number, (figures.num_requests, figures.num_finished, num_failed(figures))),
+            *map(number, (figures.num_cancelled, figures.num_unfinished)),
             *map(number, (figures.offered_per_s, figures.finished_per_s)),
             *map(number, (figures.prompt_tokens_per_s, figures.output_tokens_per_s)),
             share(figures.cache_use),

@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from xml.etree.ElementTree import Element
 
-from triptych.loadgen.report.charts import Axis, Line, draw, linear_axis, log_axis
 from triptych.loadgen.report.figures import LATENCIES
 from triptych.loadgen.report.markup import tag
 from triptych.loadgen.report.schema import OverTime, Report
 from triptych.loadgen.report.style import NUM_COLORS
-from triptych.loadgen.report.units import duration, number
+from triptych.shared.charts import Axis, Line, draw, linear_axis, log_axis
+from triptych.shared.units import duration, number
 
 SHORTEST_S = 1e-6  # shown on a logarithmic axis
 CURVE_TICKS = (50.0, 90.0, 99.0, 99.9)

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from triptych.loadgen.report.figures import LATENCIES, SLOS, num_failed, of_known
 from triptych.loadgen.report.schema import ClassFigures, Report
-from triptych.loadgen.report.units import NOTHING, duration, number, plain, share
+from triptych.shared.units import NOTHING, duration, number, plain, share
 
 NAME_WIDTH, CLASS_WIDTH = 25, 18  # columns: all, text and image on a terminal of 80; more where there is room
 
@@ -36,6 +36,7 @@ def _rows(classes: Sequence[ClassFigures]) -> Iterator[tuple[str, list[str]]]:
     yield "requests", [number(figures.num_requests) for figures in classes]
     yield "failed", [number(num_failed(figures) or None) for figures in classes]
     yield "cancelled", [number(figures.num_cancelled or None) for figures in classes]
+    yield "unfinished", [number(figures.num_unfinished or None) for figures in classes]
     yield "offered, finished /s", [f"{number(figures.offered_per_s)}, {number(figures.finished_per_s)}" for figures in classes]
     yield "output tokens/s", [number(figures.output_tokens_per_s) for figures in classes]
     for latency in LATENCIES:

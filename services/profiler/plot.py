@@ -1,25 +1,29 @@
-"""Draws a profile as SVG: for each stage what the fit predicts over what was measured, held-out passes filled."""
+"""Draws a profile as SVG: for each stage what the fit predicts over what was measured, held-out passes dark."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from html import escape
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from xml.etree.ElementTree import Element, SubElement, tostring
 
 from triptych.services.profiler.summary import MAX_P95_ERROR
+from triptych.shared.charts import HEIGHT, LEFT, WIDTH, Axis, Line, draw, log_axis
 from triptych.shared.cost_model.profile import Profile, StageProfile
 from triptych.shared.errors import BadRequest
+from triptych.shared.units import duration, plain
 
-SIDE = 220  # of a panel's square, like all that follow in SVG units
-MARGIN = 45
-RADIUS = 3
-COLOR = "#1f6fb4"
-STYLE = f"text{{font:12px sans-serif}}.exact{{stroke:#444}}.band{{stroke:#bbb;stroke-dasharray:4}}.dot{{stroke:{COLOR}}}"
+COLUMNS = 2
+HEAD = 40  # room for a title above the page and above each chart, in the charts' units
+STYLE = (
+    "text{font:11px sans-serif}.grid-line{stroke:#e8ecf0}.tick.x{text-anchor:middle}.tick.y{text-anchor:end}"
+    ".line{fill:none}.exact{stroke:#444}.band{stroke:#bbb;stroke-dasharray:4}"
+    ".dots{stroke-width:6;stroke-linecap:round}.fitted{stroke:#9cc3e6}.held-out{stroke:#1f6fb4}"
+)
 
 
 def write_plot(profile: Profile, path: Path) -> None:
-    """One file with a panel for each stage.
+    """One file with a chart for each stage.
 
     Raises:
         BadRequest: it can't be written.
@@ -32,42 +36,48 @@ def write_plot(profile: Profile, path: Path) -> None:
 
 def svg_of(profile: Profile) -> str:
     """Logarithmic axes; the lines are the exact prediction and the error that the promise allows to one pass in twenty."""
-    panels = [
-        f'<g transform="translate({MARGIN + i * (SIDE + MARGIN)},{MARGIN})">{"".join(_panel(name, stage))}</g>'
-        for i, (name, stage) in enumerate(profile.stages())
+    stages = profile.stages()
+    height = HEAD + math.ceil(len(stages) / COLUMNS) * (HEAD + HEIGHT)
+    svg = Element("svg", {"xmlns": "http://www.w3.org/2000/svg", "viewBox": f"0 0 {COLUMNS * WIDTH} {height}"})
+    SubElement(svg, "style").text = STYLE
+    SubElement(svg, "rect", {"width": "100%", "height": "100%", "fill": "white"})
+    title = f"{profile.model.name} on {profile.machine}: predicted over measured times; held out: dark"
+    SubElement(svg, "text", {"x": str(LEFT), "y": str(HEAD / 2)}).text = plain(title)
+    for index, (name, stage) in enumerate(stages):
+        x, y = index % COLUMNS * WIDTH, HEAD + index // COLUMNS * (HEAD + HEIGHT)
+        title = f"{name}: {stage.error.median:.1%}, {stage.error.p95:.1%} at 95 %"
+        SubElement(svg, "text", {"x": str(x + LEFT), "y": str(y + HEAD / 2)}).text = title
+        chart = _chart(title, stage)
+        chart.attrib |= {"x": str(x), "y": str(y + HEAD), "width": str(WIDTH), "height": str(HEIGHT)}
+        svg.append(chart)
+    return tostring(svg, encoding="unicode") + "\n"
+
+
+def _chart(title: str, stage: StageProfile) -> Element:
+    passes = sorted((point.seconds, stage.costs.pass_s(point.work), point.is_held_out) for point in stage.points)
+    axis = log_axis([time_s for *times_s, _ in passes for time_s in times_s], duration)
+    lines = [
+        _diagonal(axis, 1 - MAX_P95_ERROR, "band"),
+        _diagonal(axis, 1.0, "exact"),
+        _diagonal(axis, 1 + MAX_P95_ERROR, "band"),
+        _dots("fitted", ((measured_s, predicted_s) for measured_s, predicted_s, is_held_out in passes if not is_held_out)),
+        _dots("held-out", ((measured_s, predicted_s) for measured_s, predicted_s, is_held_out in passes if is_held_out)),
     ]
-    width, height = MARGIN + len(panels) * (SIDE + MARGIN), SIDE + 2 * MARGIN
-    title = escape(f"{profile.model.name} on {profile.machine}: predicted over measured, ms; held out: filled")
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"><style>{STYLE}</style>'
-        f'<rect width="100%" height="100%" fill="white"/><text x="{MARGIN}" y="18">{title}</text>{"".join(panels)}</svg>\n'
-    )
+    return draw(title, axis, axis, lines)
 
 
-def _panel(name: str, stage: StageProfile) -> Iterator[str]:
-    pairs = [(point.seconds, stage.costs.pass_s(point.work)) for point in stage.points]
-    low = math.log10(min(min(pair) for pair in pairs)) - 0.1
-    high = math.log10(max(max(pair) for pair in pairs)) + 0.1
-
-    def at(seconds: float) -> float:
-        return SIDE * (math.log10(seconds) - low) / (high - low)
-
-    yield f'<text y="-6">{name}: {stage.error.median:.1%}, {stage.error.p95:.1%} at 95 %</text>'
-    yield f'<rect class="exact" width="{SIDE}" height="{SIDE}" fill="none"/>'
-    for factor, kind in ((1 - MAX_P95_ERROR, "band"), (1.0, "exact"), (1 + MAX_P95_ERROR, "band")):
-        yield _diagonal(SIDE * math.log10(factor) / (high - low), kind)
-    for exponent in range(math.ceil(low), math.floor(high) + 1):
-        where, label = at(10.0**exponent), f"{10.0 ** (exponent + 3):g}"
-        yield f'<text x="{where:.1f}" y="{SIDE + 14}" text-anchor="middle">{label}</text>'
-        yield f'<text x="-4" y="{SIDE - where:.1f}" text-anchor="end">{label}</text>'
-    for point, (measured_s, predicted_s) in zip(stage.points, pairs, strict=True):
-        fill = COLOR if point.is_held_out else "none"
-        yield f'<circle class="dot" cx="{at(measured_s):.1f}" cy="{SIDE - at(predicted_s):.1f}" r="{RADIUS}" fill="{fill}"/>'
+def _diagonal(axis: Axis, factor: float, style: str) -> Line:
+    """predicted = factor * measured, inside the chart."""
+    ends_s = (max(axis.low, axis.low / factor), min(axis.high, axis.high / factor))
+    return Line(style, style, [(end_s, factor * end_s) for end_s in ends_s])
 
 
-def _diagonal(shift: float, kind: str) -> str:
-    """predicted = measured, moved up by `shift`, inside the square."""
-    begin, end = max(0.0, -shift), min(SIDE, SIDE - shift)
-    return (
-        f'<line class="{kind}" x1="{begin:.1f}" y1="{SIDE - begin - shift:.1f}" x2="{end:.1f}" y2="{SIDE - end - shift:.1f}"/>'
-    )
+def _dots(name: str, pairs: Iterable[tuple[float, float]]) -> Line:
+    """A line that is interrupted after each point."""
+
+    def points() -> Iterator[tuple[float, float | None]]:
+        for measured_s, predicted_s in pairs:
+            yield measured_s, predicted_s
+            yield measured_s, None
+
+    return Line(name, f"dots {name}", list(points()))

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from rich.console import Console
 from rich.table import Table
 
-from triptych.services.profiler.summary import shown_time
 from triptych.shared.cost_model.api import CostModel
 from triptych.shared.cost_model.derived import (
     Capacity,
@@ -25,6 +24,7 @@ from triptych.shared.cost_model.derived import (
 )
 from triptych.shared.cost_model.published import TP_DEGREES, published_cost_model
 from triptych.shared.errors import BadRequest
+from triptych.shared.units import duration
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def tell_published(choice: TpChoice, request: TypicalRequest, is_json: bool) -> 
         sys.stdout.write(json.dumps(document) + "\n")
         return
     console = Console(width=None if sys.stdout.isatty() else 200)
-    slo = f"TTFT {shown_time(choice.slo.ttft_s)}, TBT {shown_time(choice.slo.tbt_s)}"
+    slo = f"TTFT {duration(choice.slo.ttft_s)}, TBT {duration(choice.slo.tbt_s)}"
     console.print(f"emulated: from published figures, nothing was measured; within {slo}", markup=False, highlight=False)
     console.print(_table(choice))
 

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from triptych.shared.cost_model.derived import Derived, TypicalRequest
 from triptych.shared.cost_model.profile import Profile, StageProfile
+from triptych.shared.units import duration
 
 # The promise: predictions of held-out passes are this good (relative errors) on a machine that does nothing else.
 MAX_MEDIAN_ERROR = 0.15
@@ -64,10 +65,10 @@ def _cost_table(profile: Profile) -> Table:
         costs = stage.costs
         table.add_row(
             name,
-            shown_time(costs.fixed_s),
-            f"{shown_time(costs.token_s)} ({UNITS[name]})",
+            duration(costs.fixed_s),
+            f"{duration(costs.token_s)} ({UNITS[name]})",
             f"{costs.knee_tokens:.0f}",
-            *(shown_time(cost_s) for cost_s in (costs.sequence_s, 1e3 * costs.context_s, 1e6 * costs.pair_s)),
+            *(duration(cost_s) for cost_s in (costs.sequence_s, 1e3 * costs.context_s, 1e6 * costs.pair_s)),
             str(len(stage.points)),
             f"{stage.error.median:.1%}",
             f"{stage.error.p95:.1%}",
@@ -86,7 +87,7 @@ def _derived_table(request: TypicalRequest, derived: Derived) -> Table:
         "capacity of a text instance": f"{derived.text.tokens_per_s:,.0f} tokens/s, batch {derived.text.batch}",
     }
     table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column(f"within TTFT {shown_time(slo.ttft_s)}, TBT {shown_time(slo.tbt_s)}", no_wrap=True)
+    table.add_column(f"within TTFT {duration(slo.ttft_s)}, TBT {duration(slo.tbt_s)}", no_wrap=True)
     table.add_column(
         f"({request.num_text_tokens} tokens and {request.num_images} of {picture}, {request.num_output_tokens} out)",
         justify="right",
@@ -95,11 +96,3 @@ def _derived_table(request: TypicalRequest, derived: Derived) -> Table:
     for name, value in rows.items():
         table.add_row(name, value)
     return table
-
-
-def shown_time(seconds: float) -> str:
-    """Three digits in the unit that fits."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds * 1e9:.3g} ns" if seconds else "0"

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from support.replay_results import CONDITIONS, answered, failed
 from triptych.loadgen.replay.conditions import Conditions
 from triptych.loadgen.report.builder import ReportBuilder
-from triptych.loadgen.report.charts import linear_axis, log_axis
 from triptych.loadgen.report.page import page
-from triptych.loadgen.report.units import duration, number, plain, share
+from triptych.shared.units import plain
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 TAGS = {
@@ -111,21 +110,3 @@ def test_any_note_is_shown_as_it_is(text: str) -> None:
     found = parsed(page(ReportBuilder(conditions).report()))
     shown = f"note: {plain(text)}".replace("\r\n", "\n").replace("\r", "\n")
     assert shown in [part.replace("\r\n", "\n").replace("\r", "\n") for part in found.texts]
-
-
-@given(st.floats(1e-6, 1e6), st.floats(1, 1e6))
-def test_axes_hold_their_values_and_have_few_ticks(low: float, factor: float) -> None:
-    high = low * factor
-    for axis in (log_axis([low, high], duration), linear_axis(high, number), linear_axis(high, number, is_exact=True)):
-        assert axis.low <= low * (1 + 1e-9)
-        assert axis.high >= high * (1 - 1e-9)
-        assert 1 <= len(axis.ticks) <= 14
-        assert all(0 <= axis.place(value) <= 1 for value in (low, high, *(tick for tick, _ in axis.ticks)))
-
-
-def test_units() -> None:
-    texts = [duration(value) for value in (None, 0.0, 1.234e-5, 0.0009999, 0.0123, 0.99996, 1.5, 99.96, 12345.6)]
-    assert texts == ["–", "0 s", "12.3 µs", "1 ms", "12.3 ms", "1 s", "1.5 s", "100 s", "12,346 s"]
-    assert [number(value) for value in (None, 0, 0.1234, 12.0, 1234567)] == ["–", "0", "0.123", "12", "1,234,567"]
-    shares = [share(value) for value in (None, 0.0, 0.00001, 0.5, 0.99999, 1.0)]
-    assert shares == ["–", "0 %", "0.1 %", "50 %", "99.9 %", "100 %"]

@@ -9,6 +9,7 @@ import io
 import json
 import random
 import xml.etree.ElementTree as ET
+from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
@@ -177,9 +178,9 @@ def test_the_command_tells_saves_and_plots(saved: Path, checkpoint: Checkpoint, 
     profile = read_profile(saved)
     assert profile.machine == this_machine(Settings())
     drawn = ET.fromstring(saved.with_suffix(".svg").read_text())
-    circles = [element for element in drawn.iter() if element.tag.endswith("circle")]
-    assert len(circles) == sum(len(stage.points) for _, stage in profile.stages())
-    assert {circle.get("fill") == "none" for circle in circles} == {True, False}
+    styles = Counter(element.get("class") for element in drawn.iter() if element.tag.endswith("polyline"))
+    held_out = [point.is_held_out for _, stage in profile.stages() for point in stage.points]
+    assert (styles["line dots held-out"], styles["line dots fitted"]) == (sum(held_out), len(held_out) - sum(held_out))
     run_profile(Settings(), checkpoint, lambda encoded: None, options(saved, load=saved))
     shown = capsys.readouterr()
     assert "capacity of an image instance" in shown.out

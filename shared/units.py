@@ -1,4 +1,4 @@
-"""Figures as people read them: three digits and a unit that fits, the same in the table and on the page."""
+"""Figures as people read them: three digits and a unit that fits, the same in every table and on every page."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
 
 def duration(value_s: float | None) -> str:
-    """12.3 ms, 1.5 s, 87 µs."""
+    """12.3 ms, 1.5 s, 87 µs, 4 ns."""
     if value_s is None:
         return NOTHING
-    for factor, unit in ((1, "s"), (1e3, "ms")):
+    for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "µs")):
         if abs(value_s) * factor >= 0.9995:
             return f"{number(value_s * factor)} {unit}"
-    return f"{number(value_s * 1e6)} µs" if value_s else "0 s"
+    return f"{number(value_s * 1e9)} ns" if value_s else "0 s"
 
 
 def number(value: float | None) -> str:
