@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
+from triptych.loadgen.child_process import wait_or_kill
 from triptych.shared.tied_exec import tied
 
 START_TIMEOUT_S = 240.0  # chosen: three processes that load torch, on a slow disk; an emulated start of 94 s
@@ -60,8 +61,4 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
         return
     with contextlib.suppress(ProcessLookupError):
         process.send_signal(signal.SIGINT)
-    try:
-        await asyncio.wait_for(process.wait(), STOP_TIMEOUT_S)
-    except TimeoutError:
-        process.kill()
-        await process.wait()
+    await wait_or_kill(process, STOP_TIMEOUT_S)

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from triptych.loadgen.bench.latency_sides import ClusterSide, EngineSide, random_question
 from triptych.loadgen.bench.report import Bar, Report
-from triptych.loadgen.bench.router_load import NUM_TOKENS, Load, RouterUnderTest, emulated_stages
+from triptych.loadgen.bench.router_load import NUM_TOKENS, Load, RouterUnderTest, stub_stages
 from triptych.loadgen.bench.runner import Plan, Side, alternate, machine, tell
 from triptych.loadgen.cluster import running_cluster
 from triptych.shared.checkpoint import Checkpoint, open_checkpoint
@@ -34,11 +34,11 @@ PARTS = ("queued", "transfer", "compute")
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How many requests: of each kind for latencies, behind real stages and behind emulated ones for the router."""
+    """How many requests: of each kind for latencies, behind real stages and behind stubs of them for the router."""
 
     num_latency: int
     real: Load
-    emulated: Load
+    stub: Load
 
 
 FULL = Sizes(100, Load(60, 4), Load(2000, 96))
@@ -109,16 +109,16 @@ def _named(kind: str, client: Mapping[str, float], engine_ms: float) -> dict[str
 async def _router(router: RouterUnderTest, info: dict[str, Any], folder: Path, sizes: Sizes) -> dict[str, float]:
     tell(f"{sizes.real.num_requests} requests of {NUM_TOKENS} tokens, real stages ...")
     real = await router.measure(sizes.real)
-    async with emulated_stages(str(info["nats_url"]), str(folder)):
-        tell(f"{sizes.emulated.num_requests} requests of {NUM_TOKENS} tokens, emulated stages ...")
-        await router.measure(QUICK.emulated)
-        emulated = await router.measure(sizes.emulated)
-    found = {"real_stages": real, "emulated_stages": emulated}
+    async with stub_stages(str(info["nats_url"]), str(folder)):
+        tell(f"{sizes.stub.num_requests} requests of {NUM_TOKENS} tokens, stub stages ...")
+        await router.measure(QUICK.stub)
+        stub = await router.measure(sizes.stub)
+    found = {"real_stages": real, "stub_stages": stub}
     return {f"router_{figure}.{stages}": figures[figure] for figure in real for stages, figures in found.items()}
 
 
 def _bars(figures: Mapping[str, float]) -> dict[str, Bar]:
-    """A request is one of 64 tokens, prompt and answer, streamed. The router's own bars are behind emulated stages: where real
+    """A request is one of 64 tokens, prompt and answer, streamed. The router's own bars are behind stub stages: where real
     ones are slow, each token is a message, and there are few."""
     overheads = {
         f"{kind}_overhead_ms": Bar(figures[f"{kind}_overhead_ms"], limit, is_most=True)
@@ -126,6 +126,6 @@ def _bars(figures: Mapping[str, float]) -> dict[str, Bar]:
     }
     return {
         **overheads,
-        "router_cpu_ms.emulated_stages": Bar(figures["router_cpu_ms.emulated_stages"], ROUTER_CPU_LIMIT_MS, is_most=True),
-        "router_requests_per_s.emulated_stages": Bar(figures["router_requests_per_s.emulated_stages"], ROUTER_LIMIT_PER_S),
+        "router_cpu_ms.stub_stages": Bar(figures["router_cpu_ms.stub_stages"], ROUTER_CPU_LIMIT_MS, is_most=True),
+        "router_requests_per_s.stub_stages": Bar(figures["router_requests_per_s.stub_stages"], ROUTER_LIMIT_PER_S),
     }

@@ -1,5 +1,5 @@
 """What a text request costs the router: CPU per request behind the cluster's own stages, then CPU and requests/s behind
-emulated ones (emulated_stages.py), which no model slows down. Used by bench latency.
+stubs of them (stub_stages.py), which no model slows down. Used by bench latency.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import aiohttp
 import psutil  # type: ignore[import-untyped]
 
 from triptych.loadgen.bench.runner import BenchFailed
+from triptych.loadgen.child_process import wait_or_kill
 from triptych.loadgen.client import chat_body
 from triptych.shared.tied_exec import tied
 
@@ -95,11 +96,11 @@ def _cpu_s(process: psutil.Process) -> float:
 
 
 @contextlib.asynccontextmanager
-async def emulated_stages(nats_url: str, model: str) -> AsyncIterator[None]:
-    """Emulated prefill and decode in place of the cluster's own, which are drained (and stay away)."""
+async def stub_stages(nats_url: str, model: str) -> AsyncIterator[None]:
+    """Stubs of prefill and decode in place of the cluster's own, which are drained (and stay away)."""
     environment = {**os.environ, "TRIPTYCH_NATS_URL": nats_url, "PYTHONSAFEPATH": "1"}
-    emulated = await asyncio.create_subprocess_exec(
-        *tied(sys.executable, "-m", "triptych.loadgen.bench.emulated_stages"),
+    process = await asyncio.create_subprocess_exec(
+        *tied(sys.executable, "-m", "triptych.loadgen.bench.stub_stages"),
         env={**environment, "TRIPTYCH_MODEL": model},
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.DEVNULL,
@@ -111,12 +112,8 @@ async def emulated_stages(nats_url: str, model: str) -> AsyncIterator[None]:
         yield
     finally:
         with contextlib.suppress(ProcessLookupError):
-            emulated.terminate()
-        try:
-            await asyncio.wait_for(emulated.wait(), END_TIMEOUT_S)
-        except TimeoutError:
-            emulated.kill()
-            await emulated.wait()
+            process.terminate()
+        await wait_or_kill(process, END_TIMEOUT_S)
 
 
 async def _drain(name: str, environment: dict[str, str]) -> None:
@@ -124,6 +121,11 @@ async def _drain(name: str, environment: dict[str, str]) -> None:
     process = await asyncio.create_subprocess_exec(
         *command, env=environment, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
     )
-    output, _ = await asyncio.wait_for(process.communicate(), DRAIN_TIMEOUT_S)
+    try:
+        output, _ = await asyncio.wait_for(process.communicate(), DRAIN_TIMEOUT_S)
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+        raise BenchFailed(f"{name} did not drain within {DRAIN_TIMEOUT_S:.0f} s") from None
     if process.returncode:
         raise BenchFailed(f"could not drain {name}: {output.decode(errors='replace')[-500:]}")

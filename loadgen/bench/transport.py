@@ -20,6 +20,7 @@ import torch
 from triptych.loadgen.bench.report import Bar, Report
 from triptych.loadgen.bench.runner import BenchFailed, Plan, Side, alternate, machine
 from triptych.loadgen.bench.transport_peer import Control, Held, Order, Put, Send, read_frame, write_frame
+from triptych.loadgen.child_process import wait_or_kill
 from triptych.shared.errors import from_wire
 from triptych.shared.messages import ErrorReply, InstanceId, Message, Reply
 from triptych.shared.transport.transport import InstanceTransport
@@ -127,11 +128,7 @@ async def _paired(mode: str) -> AsyncIterator[Pair]:
         await pair.transport.close()
         assert process.stdin is not None
         process.stdin.close()
-        try:
-            await asyncio.wait_for(process.wait(), ORDER_TIMEOUT_S)
-        except TimeoutError:
-            process.kill()
-            await process.wait()
+        await wait_or_kill(process, ORDER_TIMEOUT_S)
 
 
 def _sides(pair: Pair, mode: str, num_bytes: int) -> dict[str, Side]:

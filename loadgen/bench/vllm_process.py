@@ -18,6 +18,7 @@ from typing import IO, Any
 
 from triptych.loadgen.bench.engine_sides import Case, Timing
 from triptych.loadgen.bench.runner import BenchFailed
+from triptych.loadgen.child_process import wait_or_kill
 
 SCRIPT = Path(__file__).with_name("vllm_side.py")
 LOAD_TIMEOUT_S = 600.0  # chosen: it may compile the model first (measured: 84 s for a small one)
@@ -101,8 +102,4 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     """It leaves when its stdin ends."""
     assert process.stdin is not None
     process.stdin.close()
-    try:
-        await asyncio.wait_for(process.wait(), STOP_TIMEOUT_S)
-    except TimeoutError:
-        process.kill()
-        await process.wait()
+    await wait_or_kill(process, STOP_TIMEOUT_S)

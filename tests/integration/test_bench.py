@@ -49,4 +49,4 @@ def test_latency(tiny_checkpoint: Path) -> None:
     report = quick("latency", "--model", str(tiny_checkpoint))
     assert sides_of(report, "picture_ttft_ms") == {"client", "engine_alone"}
     assert sides_of(report, "picture_encoder_ms") == {"queued", "transfer", "compute"}
-    assert sides_of(report, "router_cpu_ms") == {"real_stages", "emulated_stages"}
+    assert sides_of(report, "router_cpu_ms") == {"real_stages", "stub_stages"}

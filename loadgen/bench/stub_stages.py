@@ -1,6 +1,6 @@
 """Prefill and decode without a model, as one process on a real bus: what remains of a request's cost is the router's.
 
-`python -m triptych.loadgen.bench.emulated_stages` with TRIPTYCH_NATS_URL and TRIPTYCH_MODEL. Every sequence gets one token
+`python -m triptych.loadgen.bench.stub_stages` with TRIPTYCH_NATS_URL and TRIPTYCH_MODEL. Every sequence gets one token
 per step, and all of stream_interval_s are one message, as from the real decode stage; the first token comes at once.
 """
 
@@ -53,13 +53,13 @@ class _Output:
     num_said: int = 1
 
 
-class EmulatedStages:
+class StubStages:
     """Implements ServiceApp."""
 
     service: Service = "instance"
 
     def __init__(self, settings: Settings) -> None:
-        self.app = FastAPI(title="emulated stages")
+        self.app = FastAPI(title="stub stages")
         self._settings = settings
         self._running: dict[RequestId, _Output] = {}
         self._tensor_ids = itertools.count()
@@ -70,7 +70,7 @@ class EmulatedStages:
     async def start(self, context: ServiceContext) -> None:
         self._context = context
         self._checkpoint = await asyncio.to_thread(open_checkpoint, self._settings.model, self._settings.model_name)
-        self._stepping = asyncio.create_task(self._step_forever(), name="emulated steps")
+        self._stepping = asyncio.create_task(self._step_forever(), name="stub steps")
 
     async def handle(self, request: InstanceRequest) -> Message | None:
         match request:
@@ -83,7 +83,7 @@ class EmulatedStages:
                 self._running.pop(request.request_id, None)
                 return None
             case _:
-                raise InternalError(f"emulated stages have no use for a {type(request).__name__}", code="invalid_message")
+                raise InternalError(f"stub stages have no use for a {type(request).__name__}", code="invalid_message")
 
     def report(self) -> Report:
         roles: tuple[Role, ...] = ("prefill", "decode")
@@ -121,7 +121,7 @@ class EmulatedStages:
             1,
             self._settings.request_timeout_s,
         )
-        return KvRef(tensor, num_tokens, self._settings.block_size, 0, "emulated")
+        return KvRef(tensor, num_tokens, self._settings.block_size, 0, "stub")
 
     async def _step_forever(self) -> None:
         loop = asyncio.get_running_loop()
@@ -148,4 +148,4 @@ class EmulatedStages:
 
 
 if __name__ == "__main__":
-    sys.exit(run_service(f"emulated-{os.getpid()}", load_settings(), EmulatedStages))
+    sys.exit(run_service(f"stub-{os.getpid()}", load_settings(), StubStages))
