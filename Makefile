@@ -11,8 +11,8 @@ SOURCE := services shared cache loadgen
 FAST   := tests/test_architecture.py tests/test_packaging.py tests/unit
 # They start whole clusters and bound their times: one after the other, with the machine to themselves.
 ALONE  := tests/cluster
-# One thread per process and no look at the model hub: tests start many processes at once.
-TEST_ENV := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
+# One thread per process, no look at the model hub, modules are compiled once: tests start many processes.
+TEST_ENV := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
 export PYTHONSAFEPATH = 1
 
@@ -40,8 +40,8 @@ test: setup  ## all tests but the long, compose and gpu ones
 	$(PYTEST) --numprocesses $(JOBS) --dist worksteal $(ALONE:%=--ignore=%)
 	$(PYTEST) $(ALONE)
 
-test-long: setup  ## the tests that take minutes
-	$(PYTEST) -m long --timeout 1800
+test-long: setup  ## the tests that take minutes, and many examples of each property
+	$(PYTEST) -m 'long or hypothesis' --hypothesis-profile long --timeout 1800
 
 test-compose: setup  ## build the images, run docker-compose.yml, send it requests (needs a Docker engine)
 	$(PYTEST) tests/compose -m compose --timeout 1800

@@ -76,7 +76,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert pool.num_used == len({b for (b, holder), n in self.holds.items() if holder == "use" and n})
 
 
-PoolMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+PoolMachine.TestCase.settings = settings(stateful_step_count=30)
 TestPool = PoolMachine.TestCase
 
 

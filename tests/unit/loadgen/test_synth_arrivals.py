@@ -8,7 +8,7 @@ from random import Random
 from statistics import fmean, pstdev, stdev
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from triptych.loadgen.synth.arrivals import (
@@ -26,7 +26,6 @@ from triptych.loadgen.synth.arrivals import (
 )
 from triptych.loadgen.synth.workload import Burst, Client, Workload
 
-LOADED = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])  # other tests take the cores
 CLIENT = Client(name="c", rate_per_s=2.0, output_tokens={50: 1}, text_tokens={50: 1})
 
 
@@ -48,7 +47,6 @@ def test_no_client_begins_with_a_burst(cv: float) -> None:
     assert fmean(counts) == pytest.approx(20, abs=max(0.01, 4 * stdev(counts) / math.sqrt(len(counts))))
 
 
-@LOADED
 @given(st.lists(st.tuples(st.floats(0.1, 50), st.floats(0, 20)), min_size=1, max_size=8), st.sampled_from([0.0, 0.7, 3.0]))
 def test_times_rise_within_their_pieces(pieces: list[tuple[float, float]], cv: float) -> None:
     arrivals, begin_s = Arrivals(cv, Random(0)), 0.0

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import count, islice, pairwise
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from triptych.loadgen.traces.row import TraceRow
@@ -16,7 +16,6 @@ from triptych.loadgen.traces.shaping import rate_scaled, shaped, sped_up, window
 from triptych.loadgen.traces.trace import TraceOptions
 
 WITHIN_S = 3.0
-LOADED = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])  # other tests take the cores
 
 
 @st.composite
@@ -57,7 +56,6 @@ def content(row: TraceRow) -> TraceRow:
     return replace(row, arrival_s=0, session=None, prefix_ids=())
 
 
-@LOADED
 @given(traces(), rates, rates, st.integers(0, 5))
 def test_scaled_rows(rows: list[TraceRow], text: float, image: float, seed: int) -> None:
     """In order, the same for the same seed, each row floor(rate) or one more times, copies within the bound, in its class."""
@@ -74,7 +72,6 @@ def test_scaled_rows(rows: list[TraceRow], text: float, image: float, seed: int)
         assert int(rate) * before <= after <= int(rate + 1) * before
 
 
-@LOADED
 @given(traces(), rates, rates)
 def test_conversations_are_kept_whole(rows: list[TraceRow], text: float, image: float) -> None:
     """Where both classes have one rate, each copy of a conversation has all its turns, at its own times."""
@@ -91,7 +88,6 @@ def test_conversations_are_kept_whole(rows: list[TraceRow], text: float, image: 
             assert len(delays) == 1
 
 
-@LOADED
 @given(traces(), st.integers(2, 3))
 def test_copies_share_prefixes_among_themselves_only(rows: list[TraceRow], rate: int) -> None:
     """Else each copy would be a hit in a cache, and a higher rate a better cache."""
@@ -113,7 +109,6 @@ def test_classes_are_scaled_apart() -> None:
     ], "the draws of one class do not depend on the other's rate"
 
 
-@LOADED
 @given(traces(), st.floats(0, 300), st.none() | st.floats(0.1, 300), st.floats(0.1, 10), st.none() | st.integers(0, 10))
 def test_window_speed_limit(
     rows: list[TraceRow], start_s: float, duration_s: float | None, speed_up: float, limit: int | None
@@ -124,13 +119,11 @@ def test_window_speed_limit(
     assert all(row.arrival_s >= 0 for row in made)
 
 
-@LOADED
 @given(traces())
 def test_nothing_asked_nothing_changed(rows: list[TraceRow]) -> None:
     assert list(shaped(iter(rows), TraceOptions(max_images=None))) == rows
 
 
-@LOADED
 @given(traces(), st.integers(0, 16))
 def test_cap(rows: list[TraceRow], max_images: int) -> None:
     for row, made in zip(rows, with_at_most_images(iter(rows), max_images), strict=True):

@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from triptych.services.router.api_types import Chat, ChatCompletionRequest, ChatTurn, ImageInput, parse_chat
@@ -19,7 +19,6 @@ from triptych.shared.settings import Settings
 
 SETTINGS = Settings(max_images=3, max_messages=5)
 MAX_CHARS = 1000
-LOADED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # other tests take the cores
 URL = "http://pictures.test/a.png"
 
 
@@ -207,7 +206,6 @@ json_values = st.recursive(
 FIELDS = [*ChatCompletionRequest.model_fields, "tools", "response_format"]
 
 
-@LOADED
 @given(st.dictionaries(st.sampled_from(FIELDS), json_values, max_size=5))
 def test_whatever_is_sent_is_taken_or_refused_with_a_400(fields: dict[str, Any]) -> None:
     with contextlib.suppress(BadRequest):
@@ -218,7 +216,6 @@ parts = st.dictionaries(st.sampled_from(["type", "text", "image_url"]), json_val
 odd_messages = st.dictionaries(st.sampled_from(["role", "content", "name"]), json_values | st.just("user") | st.lists(parts))
 
 
-@LOADED
 @given(st.lists(odd_messages, max_size=3))
 def test_whatever_messages_are_sent_are_taken_or_refused_with_a_400(told: list[Any]) -> None:
     with contextlib.suppress(BadRequest):

@@ -8,14 +8,13 @@ import random
 from urllib.parse import quote
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from triptych.services.router.api_types import ImageInput
 from triptych.services.router.data_url import MAX_ESCAPES, ImageSource, decode_data_url, read_source
 from triptych.shared.errors import BadRequest
 
-LOADED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # other tests take the cores
 RAW = bytes(range(256)) + b"\xfb\xff\xfe"  # its base64 has + and /
 PLAIN = base64.b64encode(RAW).decode()
 URL_SAFE = base64.urlsafe_b64encode(RAW).decode()
@@ -106,14 +105,12 @@ def test_urls_are_left_to_preprocess(url: str) -> None:
     assert read_source(ImageInput(url, "p"), 100) == ImageSource("p", url=url.strip())
 
 
-@LOADED
 @given(st.binary(min_size=1, max_size=200), st.booleans())
 def test_round_trip(raw: bytes, url_safe: bool) -> None:
     packed = (base64.urlsafe_b64encode if url_safe else base64.b64encode)(raw).decode()
     assert decode_data_url(f"data:image/png;base64,{packed}", "p") == raw
 
 
-@LOADED
 @given(st.text(max_size=60))
 def test_anything_is_read_or_refused(text: str) -> None:
     with contextlib.suppress(BadRequest):

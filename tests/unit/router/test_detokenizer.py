@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
@@ -36,7 +36,6 @@ plain_text = st.text(max_size=40).filter(lambda text: not any(token in text for 
 
 
 @given(text=plain_text, step=st.integers(1, 4))
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_pieces_of_text_join_and_no_character_is_cut(tokenizer: Tokenizer, needs_context: bool, text: str, step: int) -> None:
     pieces = pieces_of(Detokenizer(tokenizer, needs_context), tokenizer.encode(text, add_special_tokens=False).ids, step)
     assert "".join(pieces) == text
@@ -45,7 +44,6 @@ def test_pieces_of_text_join_and_no_character_is_cut(tokenizer: Tokenizer, needs
 
 
 @given(data=st.data(), step=st.integers(1, 4))
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_pieces_of_any_tokens_join_to_what_they_decode_to(
     tokenizer: Tokenizer, needs_context: bool, data: st.DataObject, step: int
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
@@ -15,8 +15,6 @@ from triptych.services.router.stop_strings import StopStrings
 from triptych.services.router.token_streams import Tokens
 from triptych.services.router.token_texts import TokenTexts
 from triptych.shared.sampling_params import TokenLogprobs
-
-LOADED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=100)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +38,6 @@ def text_of(pieces: list[Piece]) -> str:
     return "".join(piece.text for piece in pieces)
 
 
-@LOADED
 @given(
     pieces=st.lists(st.text("ab", max_size=4), max_size=12), stops=st.lists(st.text("ab", min_size=1, max_size=5), max_size=4)
 )
@@ -97,7 +94,6 @@ def test_stop_strings_do_not_count_within_min_tokens(tokenizer: Tokenizer) -> No
     assert (text_of(run(output, token_ids, 1)), output.num_tokens) == ("xQx", 4)
 
 
-@LOADED
 @given(text=st.text(max_size=30).filter(lambda text: not any(token in text for token in SPECIAL)), step=st.integers(1, 5))
 def test_tokens_and_their_bytes(tokenizer: Tokenizer, text: str, step: int) -> None:
     """Each token is told once, with its own probability and bytes that join to the text, even where it cuts a character."""

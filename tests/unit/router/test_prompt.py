@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from support.fake_stages import SPECIAL, TEMPLATE, write_toy_checkpoint
@@ -19,8 +19,6 @@ from triptych.services.router.prompt import Prompt, PromptBuilder, expand
 from triptych.services.router.spellings import Spellings
 from triptych.shared.checkpoint import Checkpoint, open_checkpoint
 from triptych.shared.errors import BadRequest, TriptychError
-
-LOADED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=60)
 
 # hypothesis also tries strings that it finds in the source: those that spell special tokens have tests of their own
 texts = st.text(max_size=30).filter(lambda text: not any(token in text for token in SPECIAL)) | st.sampled_from(
@@ -64,7 +62,6 @@ def real(tiny_checkpoint: Path) -> tuple[PromptBuilder, Any]:
     return PromptBuilder(checkpoint), AutoTokenizer.from_pretrained(str(tiny_checkpoint))
 
 
-@LOADED
 @given(said=turns)
 def test_token_ids_are_those_of_transformers(real: tuple[PromptBuilder, Any], said: list[ChatTurn]) -> None:
     builder, tokenizer = real
@@ -83,7 +80,6 @@ def test_token_ids_are_those_of_transformers(real: tuple[PromptBuilder, Any], sa
     assert len(prompt.placeholder_at) == sum(turn.content.count(None) for turn in said if isinstance(turn.content, tuple))
 
 
-@LOADED
 @given(before=texts, spelled=st.lists(spellings, min_size=1, max_size=3), after=texts, as_parts=st.booleans())
 def test_text_that_spells_special_tokens_stays_text(
     builder: PromptBuilder, before: str, spelled: list[str], after: str, as_parts: bool
@@ -95,7 +91,6 @@ def test_text_that_spells_special_tokens_stays_text(
     assert not prompt.placeholder_at
 
 
-@LOADED
 @given(spelled=spellings, data=st.data())
 def test_parts_that_only_spell_one_together_stay_text(builder: PromptBuilder, spelled: str, data: st.DataObject) -> None:
     cut = data.draw(st.integers(1, len(spelled) - 1))
@@ -152,7 +147,6 @@ def test_a_mark_that_a_template_has_cut_stays_text() -> None:
     assert spellings.split(marked[:-1]) == ["y", "<x>", marked[marked.index("z") : -1]]
 
 
-@LOADED
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9)), max_size=6), st.integers(0, 4))
 def test_expand(images: list[tuple[int, int]], num_after: int) -> None:
     pad, text = 9, 1

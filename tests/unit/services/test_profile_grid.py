@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from triptych.services.profiler.grid import (
@@ -22,7 +22,6 @@ from triptych.services.profiler.timing import MIN_PASSES
 from triptych.shared.checkpoint import ImageOptions, grid_thw, num_image_tokens
 from triptych.shared.settings import Settings
 
-LOADED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # other tests take the cores
 IMAGES = ImageOptions(14, 2, 2, 56 * 56, 448 * 448, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 DEFAULT = Limits.of(Settings(), 8192, 20_000, IMAGES)
 grids = st.sampled_from([QUICK, FULL])
@@ -37,7 +36,6 @@ limits = st.builds(
 )
 
 
-@LOADED
 @given(grids, limits)
 def test_no_pass_is_more_than_the_instance_takes(grid: Grid, limit: Limits) -> None:
     for step in prefill_steps(grid, limit):

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from triptych.shared.cost_model.api import CostModel, DecodeBatch, PrefillChunk
@@ -19,7 +19,6 @@ from triptych.shared.cost_model.published import derived_cost_model, published_c
 from triptych.shared.cost_model.unknowns import Unknowns
 from triptych.shared.errors import BadRequest
 
-LOADED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # other tests take the cores
 NO_DECODE = DecodeBatch(0, 0)
 ALL = [published_cost_model(gpu, model, tp) for gpu in GPUS for model in MODELS for tp in (1, 2, 4)]
 cost_models = st.sampled_from(ALL)
@@ -47,7 +46,6 @@ def simple_model(**changes: object) -> CostModel:
     return replace(model, **changes)  # type: ignore[arg-type]
 
 
-@LOADED
 @given(cost_models, counts, counts, tokens)
 def test_more_work_never_takes_less_time(model: CostModel, few: int, more: int, context: int) -> None:
     many = few + more
@@ -59,7 +57,6 @@ def test_more_work_never_takes_less_time(model: CostModel, few: int, more: int, 
         assert model.prefill_s([PrefillChunk(few, context)]) <= model.prefill_s([chunk])
 
 
-@LOADED
 @given(cost_models, counts, counts)
 def test_batching_is_never_slower_than_taking_turns(model: CostModel, a: int, b: int) -> None:
     image = model.image(500, 500)
@@ -68,7 +65,6 @@ def test_batching_is_never_slower_than_taking_turns(model: CostModel, a: int, b:
     assert model.decode_s(together) <= sum(map(model.decode_s, apart))
 
 
-@LOADED
 @given(cost_models, st.integers(2, 4000), st.integers(1, 10))
 def test_cutting_a_prompt_costs_time_but_no_less_work(model: CostModel, num_tokens: int, num_cuts: int) -> None:
     cuts = sorted({0, num_tokens, *(num_tokens * i // num_cuts for i in range(num_cuts))})
@@ -76,7 +72,6 @@ def test_cutting_a_prompt_costs_time_but_no_less_work(model: CostModel, num_toke
     assert sum(model.prefill_s([chunk]) for chunk in chunks) >= model.prefill_s([PrefillChunk(num_tokens)]) * (1 - 1e-9)
 
 
-@LOADED
 @given(cost_models, counts, counts, tokens)
 def test_a_mixed_step_is_between_its_parts_and_their_sum(model: CostModel, prompt: int, batch: int, context: int) -> None:
     chunks, decode = [PrefillChunk(prompt)], DecodeBatch(batch, batch * context)
@@ -87,7 +82,6 @@ def test_a_mixed_step_is_between_its_parts_and_their_sum(model: CostModel, promp
     assert model.mixed_s([], decode) == alone[1]
 
 
-@LOADED
 @given(cost_models, sides, sides)
 def test_every_picture_has_a_shape(model: CostModel, width: int, height: int) -> None:
     if max(width, height) > 200 * min(width, height):
@@ -100,7 +94,6 @@ def test_every_picture_has_a_shape(model: CostModel, width: int, height: int) ->
         assert (turned.num_tokens, turned.patches_per_piece) == (shape.num_tokens, shape.patches_per_piece)
 
 
-@LOADED
 @given(st.sampled_from(sorted(MODELS)), st.sampled_from(sorted(GPUS)))
 def test_more_gpus_are_faster_but_never_more_than_in_proportion(model: str, gpu: str) -> None:
     one, two = published_cost_model(gpu, model), published_cost_model(gpu, model, 2)

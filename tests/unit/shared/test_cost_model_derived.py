@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from triptych.shared.cost_model.api import CostModel, DecodeBatch, PrefillChunk
@@ -29,7 +29,6 @@ from triptych.shared.cost_model.images import TilesAndThumbnail
 from triptych.shared.cost_model.published import published_cost_model
 from triptych.shared.cost_model.unknowns import Unknowns
 
-LOADED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # other tests take the cores
 PICTURE = TypicalRequest(num_text_tokens=75, num_output_tokens=10, num_images=1, image_width=100, image_height=100)
 
 
@@ -124,7 +123,6 @@ def test_a_tight_slo_needs_more_gpus_than_a_loose_one() -> None:
     assert chosen[1:] == [1, 1]
 
 
-@LOADED
 @given(
     st.sampled_from(["qwen2.5-vl-7b", "llama-3.2-11b", "internvl2.5-26b"]),
     st.integers(1, 8),
@@ -139,7 +137,6 @@ def test_a_looser_slo_never_lowers_the_capacity(model: str, num_images: int, fac
         assert capacity(costs, request, tight).tokens_per_s <= capacity(costs, request, loose).tokens_per_s * (1 + 1e-9)
 
 
-@LOADED
 @given(st.floats(0.001, 10), st.integers(1, 4000))
 def test_no_larger_batch_fits(budget_s: float, num_tokens: int) -> None:
     model = published_cost_model("h100", "llama-3.2-11b")

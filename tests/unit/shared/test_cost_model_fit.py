@@ -6,7 +6,7 @@ import random
 from dataclasses import astuple
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from triptych.shared.cost_model.fit import fit_error, fit_pass, fit_stage
@@ -79,7 +79,7 @@ def test_errors_are_relative_to_what_was_measured() -> None:
     assert error.p95 == pytest.approx(0.475)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15)
 @given(st.lists(st.floats(1e-5, 10), min_size=21, max_size=21))
 def test_no_cost_is_negative_whatever_was_measured(seconds: list[float]) -> None:
     points = [TimedPass(work, time_s) for work, time_s in zip(decode_grid(), seconds, strict=True)]
