@@ -25,10 +25,12 @@ from triptych.shared.machine import num_cores
 
 NUM_ENGINE_INSTANCES = 3  # as `triptych up` starts
 NUM_WARMUPS = 5  # chosen: connections, transfer pairs, page faults
-REQUEST_TIMEOUT_S = 120.0
+REQUEST_TIMEOUT_S = 120.0  # chosen
+# The promises, on two cores
 OVERHEAD_LIMIT_MS = {"text": 15.0, "picture": 25.0}
 ROUTER_CPU_LIMIT_MS = 5.0
 ROUTER_LIMIT_PER_S = 200.0
+
 PARTS = ("queued", "transfer", "compute")
 
 

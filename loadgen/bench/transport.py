@@ -27,12 +27,12 @@ from triptych.shared.transport.transport import InstanceTransport
 from triptych.shared.wire import decode_reply, encode
 
 MEGABYTE = 1 << 20
-SIZES_MB = (1, 16, 64)
+SIZES_MB = (1, 16, 64)  # chosen: a KV block's, a picture's, a long prompt's
 QUICK_SIZES_MB = (1,)
 BAR_SIZE_MB = 64
-LIMIT = 0.7  # of the plain way's speed
+LIMIT = 0.7  # the promise, of the plain way's speed
 NUM_WARMUPS = 2  # the first rounds fault pages in
-CAPACITY_BYTES = 80 * MEGABYTE
+CAPACITY_BYTES = 80 * MEGABYTE  # chosen: one tensor of the largest size
 START_TIMEOUT_S = 60.0  # chosen: the peer imports torch
 ORDER_TIMEOUT_S = 30.0  # chosen
 PLAIN = {"shared_memory": "memcpy", "gloo": "socket"}

@@ -15,7 +15,7 @@ import zlib
 import numpy as np
 from PIL import Image
 
-_ADLER_BASE = 65_521
+_ADLER_BASE = 65_521  # RFC 1950, 8.2
 _NUM_MARKED = 24  # channels of the first row whose two lowest bits tell one picture from the next: 48 bits
 MAX_SERIAL = (1 << 2 * _NUM_MARKED) - 1
 

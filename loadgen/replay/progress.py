@@ -13,7 +13,7 @@ from triptych.loadgen.replay.outcome import RequestOutcome
 
 NUM_RECENT = 1000  # outcomes that percentiles are of; chosen
 REDRAW_EVERY_S = 0.5  # a redraw takes a few milliseconds of the sender's loop
-LINE_EVERY_S = 10.0
+LINE_EVERY_S = 10.0  # chosen
 
 
 class Live:

@@ -10,7 +10,7 @@ from triptych.loadgen.replay.outcome import RequestOutcome
 
 SUSPECT_AFTER = 5  # failed connections in a row; chosen
 DEAD_AFTER_S = 10.0  # chosen: longer than a router takes to start again
-PROBE_EVERY_S = 0.5
+PROBE_EVERY_S = 0.5  # chosen
 
 
 class Watchdog:

@@ -8,7 +8,7 @@ import io
 import os
 import signal
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from PIL import Image
 
 from support.client import session
 from support.cluster import Cluster, wait_for
+from support.watch import Watch
+from triptych.shared.messages import Heartbeat
 
 COUNTS = {"encoder": 2, "prefill": 2, "decode": 3, "preprocess": 2}
 TIME_SCALE = 100.0
@@ -123,13 +125,17 @@ def is_at_rest(emulated: Cluster) -> bool:
     return leases == 0 and all(one.get("num_blocks", 0) == one.get("num_free_blocks", 0) for one in held)
 
 
+def num_decoding(beats: Mapping[str, Heartbeat]) -> int:
+    return sum(load.num_running for beat in beats.values() for load in beat.loads if load.stage == "decode")
+
+
 async def test_a_killed_host_comes_back_and_its_requests_end(emulated: Cluster) -> None:
     """All instances at once: the launcher tells of each, and starts the process again when the scaler asks."""
     host = emulated.info["pids"]["emulated-0"]
-    async with session() as http:
+    async with session() as http, Watch(emulated.nats_url) as watch:
         before = text_of(await chat(http, emulated.url, picture()))
-        running = [asyncio.create_task(chat(http, emulated.url, max_tokens=20_000, ignore_eos=True)) for _ in range(8)]
-        await asyncio.sleep(0.3)
+        running = [asyncio.create_task(chat(http, emulated.url, max_tokens=60_000, ignore_eos=True)) for _ in range(8)]
+        await watch.until(lambda beats: num_decoding(beats) == len(running), 20, "all are decoded")
         os.kill(host, signal.SIGKILL)
         for answer in await asyncio.wait_for(asyncio.gather(*running), 60):
             assert answer["status"] in (200, 500, 502, 503, 504), answer

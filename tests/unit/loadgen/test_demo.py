@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,11 @@ async def test_a_wrong_answer_of_trained_weights_fails(one_answer: None) -> None
 
 
 async def test_noise_of_random_weights_is_shown(one_answer: None) -> None:
-    await demo.show(None, {"random_weights": True}, QUESTION, Console())  # type: ignore[arg-type]
+    console = Console(file=io.StringIO(), record=True)
+    await demo.show(None, {"random_weights": True}, QUESTION, console)  # type: ignore[arg-type]
+    shown = console.export_text()
+    assert "first token after 100 ms, end after 200 ms; tokens: 1, attempts: 1" in shown
+    assert "right" not in shown
 
 
 async def test_the_trained_checkpoint_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
