@@ -16,7 +16,7 @@ import uvloop
 from rich.console import Console
 from typer import Argument, Option
 
-from triptych.loadgen.replay.conditions import Conditions, read_conditions
+from triptych.loadgen.replay.conditions import read_conditions
 from triptych.loadgen.replay.open_loop import SendOptions
 from triptych.loadgen.replay.options import ContentName, ReplayOptions, parse_headers, shown_options
 from triptych.loadgen.replay.pictures import REUSE_FORM, SIZE_FORM, PictureOptions, parse_reuse, parse_size
@@ -24,12 +24,15 @@ from triptych.loadgen.replay.run import replay
 from triptych.loadgen.replay.slo import FORM, Isolated, parse_slos
 from triptych.loadgen.replay.target import API_KEY_VARIABLE, auth_headers, base_url
 from triptych.loadgen.report.commands import publish
+from triptych.loadgen.report.results import ReportFailed
 from triptych.loadgen.traces.open import open_trace
-from triptych.loadgen.traces.trace import PAPER_MAX_IMAGES, Trace, TraceError, TraceOptions
+from triptych.loadgen.traces.trace import MAX_RATE_SCALE, PAPER_MAX_IMAGES, Trace, TraceError, TraceOptions
+from triptych.loadgen.undecodable import UNDECODABLE
+from triptych.shared.units import plain
 
-NO_TRACE_STATUS = 2
-INTERRUPTED_STATUS = 130
+FAILED_STATUS, REFUSED_STATUS, INTERRUPTED_STATUS = 1, 2, 130
 EXIT_STATUS = {"complete": 0, "interrupted": INTERRUPTED_STATUS}
+MAX_S = 1e9  # chosen: no replay takes 30 years, and infinity is no number of JSON
 Parsed = TypeVar("Parsed")
 
 app = typer.Typer()
@@ -44,13 +47,13 @@ def replay_command(
     model: Annotated[str | None, Option(help="default: the first that the target lists")] = None,
     header: Annotated[list[str] | None, Option(help=f"'Name: value'; the key in {API_KEY_VARIABLE} is sent, too")] = None,
     seed: Annotated[int, Option(min=0, help="other seeds give other contents, which no cache has seen")] = 0,
-    speed_up: Annotated[float, Option(min=1e-6, help="the trace's times are divided by it")] = 1.0,
-    text_rate: Annotated[float, Option(min=0, help="scale of the rate of requests without pictures")] = 1.0,
-    image_rate: Annotated[float, Option(min=0, help="scale of the rate of requests with pictures")] = 1.0,
-    start: Annotated[float, Option(min=0, help="seconds of the trace that are left out")] = 0.0,
-    duration: Annotated[float | None, Option(min=0, help="seconds of the trace that are replayed")] = None,
-    limit: Annotated[int | None, Option(min=1, help="most requests")] = None,
-    warm_up: Annotated[float, Option(min=0, help="seconds of the replay whose requests do not count")] = 0.0,
+    speed_up: Annotated[float, Option(min=1e-6, max=MAX_S, help="the trace's times are divided by it")] = 1.0,
+    text_rate: Annotated[float, Option(min=0, max=MAX_RATE_SCALE, help="scale of the rate of requests without pictures")] = 1.0,
+    image_rate: Annotated[float, Option(min=0, max=MAX_RATE_SCALE, help="scale of the rate of requests with pictures")] = 1.0,
+    start: Annotated[float, Option(min=0, max=MAX_S, help="seconds of the trace that are left out")] = 0.0,
+    duration: Annotated[float | None, Option(min=0.001, max=MAX_S, help="seconds of the trace that are replayed")] = None,
+    limit: Annotated[int | None, Option(min=1, max=sys.maxsize, help="most requests")] = None,
+    warm_up: Annotated[float, Option(min=0, max=MAX_S, help="seconds of the replay whose requests do not count")] = 0.0,
     image_count: Annotated[Literal["sqrt", "raw"], Option(help="Azure LMM: how its NumImages is read")] = "sqrt",
     max_images: Annotated[int, Option(min=0, help="pictures of a request; it has no more")] = PAPER_MAX_IMAGES,
     content: Annotated[ContentName, Option(help="trace: as long as in the trace; world: questions, answers checked")] = "trace",
@@ -59,7 +62,7 @@ def replay_command(
     image_reuse: Annotated[str, Option(help=f"popularity of pictures: {REUSE_FORM}")] = "none",
     image_pool: Annotated[int, Option(min=1, max=1_000_000, help="different pictures, when they are reused")] = 1000,
     concurrency: Annotated[int | None, Option(min=1, help="most requests at once; others wait, and that counts")] = None,
-    timeout: Annotated[float, Option(min=0.1, help="seconds from the sending of a request to its end")] = 600.0,
+    timeout: Annotated[float, Option(min=0.1, max=MAX_S, help="seconds from the sending of a request to its end")] = 600.0,
     cancel_rate: Annotated[float, Option(min=0, max=1, help="share of requests that the client cuts off")] = 0.0,
     slo: Annotated[list[str] | None, Option(help=f"repeatable: {FORM}")] = None,
     isolated: Annotated[int, Option(min=1, help="requests of a class sent alone before, for such factors")] = 8,
@@ -68,58 +71,71 @@ def replay_command(
     """Replay a trace: each request is sent when the trace has it, and its latency counts from then."""
     size = _checked("--image-size", parse_size, image_size or content)
     reuse = _checked("--image-reuse", parse_reuse, image_reuse)
+    name = f"{Path(trace).name.partition('.')[0]}-{time.strftime('%Y%m%d-%H%M%S')}"
     options = ReplayOptions(
-        target=base_url(target),
-        out=out or Path("build/replay") / f"{Path(trace).name.partition('.')[0]}-{time.strftime('%Y%m%d-%H%M%S')}",
+        target=_checked("--target", base_url, target),
+        out=out or Path("build/replay") / name,
         model=model,
         content=content,
         is_natural=natural,
         pictures=PictureOptions(size, reuse, image_pool),
         send=SendOptions(concurrency, cancel_rate, warm_up, seed),
         timeout_s=timeout,
-        headers=auth_headers(os.environ) | _checked("--header", parse_headers, header or []),
+        headers=_checked(API_KEY_VARIABLE, auth_headers, os.environ) | _checked("--header", parse_headers, header or []),
         slos=_checked("--slo", parse_slos, slo or []),
         num_isolated=isolated,
         isolated=_checked("--isolated-from", _isolated_of, isolated_from),
         as_given=shown_options(context.params),
     )
-    shape = TraceOptions(
-        image_count, max_images, start, duration, text_rate, image_rate, speed_up=speed_up, limit=limit, seed=seed
-    )
-    raise typer.Exit(_run(_opened(trace, shape), options))
-
-
-def _opened(trace: str, shape: TraceOptions) -> Trace:
     try:
-        return open_trace(trace, shape)
+        shape = TraceOptions(
+            image_count, max_images, start, duration, text_rate, image_rate, speed_up=speed_up, limit=limit, seed=seed
+        )
+        opened = open_trace(trace, shape)
     except TraceError as error:
-        sys.stderr.write(f"{error}\n")
-        raise typer.Exit(NO_TRACE_STATUS) from None
+        raise _refused(str(error)) from None
+    _checked("--out", _make_folder, options.out)
+    raise typer.Exit(_run(opened, options))
 
 
 def _run(trace: Trace, options: ReplayOptions) -> int:
-    """The exit status: 0 when all was sent, 130 after Ctrl-C, 1 when target or trace ended it. There is a report either way."""
-    options.out.mkdir(parents=True, exist_ok=True)
+    """The exit status: 0 when all was sent, 130 after Ctrl-C, 1 when target, trace or disk ended it. There is a report either
+    way."""
     gc.freeze()  # what was imported lives on: a collection that looks at all of it would hold up the sender
-    conditions: Conditions | None = None
+    status, message = INTERRUPTED_STATUS, ""
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             conditions = runner.run(replay(trace, options, Console(stderr=True)))
+        status, message = EXIT_STATUS.get(conditions.ended, FAILED_STATUS), conditions.message
     except (KeyboardInterrupt, asyncio.CancelledError):
         pass  # the second Ctrl-C
-    publish(options.out)
-    if conditions is None:
-        return INTERRUPTED_STATUS
-    if conditions.message:
-        sys.stderr.write(f"{conditions.message}\n")
-    return EXIT_STATUS.get(conditions.ended, 1)
+    except OSError as error:
+        status, message = FAILED_STATUS, f"The results cannot be written: {error}."
+    try:
+        publish(options.out)
+    except ReportFailed as error:
+        raise _refused(message or str(error)) from None
+    except KeyboardInterrupt:
+        status, message = INTERRUPTED_STATUS, f"No report was made; `loadgen report {options.out}` makes one."
+    if message:
+        sys.stderr.write(f"{plain(message)}\n")
+    return status
+
+
+def _refused(why: str) -> typer.Exit:
+    sys.stderr.write(f"{plain(why)}\n")
+    return typer.Exit(REFUSED_STATUS)
 
 
 def _checked(name: str, parse: Callable[[Any], Parsed], given: object) -> Parsed:
     try:
         return parse(given)
-    except (ValueError, OSError) as error:
+    except (*UNDECODABLE, OSError) as error:
         raise typer.BadParameter(str(error), param_hint=name) from None
+
+
+def _make_folder(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
 
 
 def _isolated_of(folder: Path | None) -> dict[str, Isolated]:

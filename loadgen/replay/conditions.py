@@ -68,5 +68,5 @@ def write_conditions(conditions: Conditions, folder: Path) -> None:
 
 
 def read_conditions(folder: Path) -> Conditions:
-    """Of an earlier run. Raises OSError, or msgspec.ValidationError or DecodeError, which are ValueErrors."""
+    """Of an earlier run. Raises OSError, or one of UNDECODABLE."""
     return msgspec.json.decode((folder / CONDITIONS_FILE).read_bytes(), type=Conditions)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import errno
 import io
 import json
 import time
@@ -11,14 +14,18 @@ import aiohttp
 import msgspec
 
 from triptych.loadgen.replay.content import Message
+from triptych.loadgen.replay.outcome import CANCELLED, NO_SOCKET
 from triptych.loadgen.replay.stream import MAX_TOLD_CHARS, AnswerStream
-from triptych.loadgen.replay.target import Target
+from triptych.loadgen.replay.target import Target, read_at_most
 from triptych.loadgen.replay.words import Piece
+from triptych.loadgen.undecodable import UNDECODABLE
 
 CONNECT_TIMEOUT_S = 10.0  # chosen: a healthy server accepts at once
 KEEPALIVE_S = 4.0  # chosen: less than uvicorn's 5 s, so that no request meets a connection that the server is closing
 LARGE_BODY_BYTES = 1 << 20  # over which aiohttp wants a file, which it sends in parts
 MAX_ERROR_BYTES = 4096  # read of an error's body
+NO_SOCKET_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS)  # of this machine: not the target's fault
+END_TIMEOUT_S = 1.0  # chosen: a body that goes on after a refusal or after [DONE] isn't waited for any longer
 
 
 def client_session(headers: dict[str, str], timeout_s: float) -> aiohttp.ClientSession:
@@ -63,7 +70,7 @@ class Exchange:
         has_begun = False
         try:
             data = body if len(body) < LARGE_BODY_BYTES else io.BytesIO(body)
-            async with self._http.post(self._url, data=data) as response:
+            async with self._http.post(self._url, data=data, allow_redirects=False) as response:
                 has_begun = True
                 await self._read(response, stream, cut_after)
         except aiohttp.ConnectionTimeoutError:
@@ -71,31 +78,44 @@ class Exchange:
         except TimeoutError:
             stream.fail("timeout", "no whole answer in time")
         except (aiohttp.ClientError, OSError) as error:
-            stream.fail("broken_stream" if has_begun else "connection", str(error) or type(error).__name__)
+            is_ours = isinstance(error, OSError) and error.errno in NO_SOCKET_ERRNOS
+            kind = NO_SOCKET if is_ours else "broken_stream" if has_begun else "connection"
+            stream.fail(kind, str(error) or type(error).__name__)
 
     async def _read(self, response: aiohttp.ClientResponse, stream: AnswerStream, cut_after: int | None) -> None:
         if response.status != 200:
-            stream.fail(f"http_{response.status}", _told(await response.content.read(MAX_ERROR_BYTES)))
+            stream.fail(f"http_{response.status}", await _told(response))
             return
         if response.content_type != "text/event-stream":
             stream.fail("broken_stream", f"{response.content_type} where text/event-stream was asked for")
             response.close()
             return
-        while data := await response.content.readany():
+        while not stream.is_done and (data := await response.content.readany()):
             stream.feed(data, self.clock())
             if cut_after is not None and stream.num_chunks >= cut_after and not stream.is_done:
-                stream.fail("cancelled", "")
+                stream.fail(CANCELLED, "")
             if stream.error is not None:
                 response.close()
                 return
         if not stream.is_done:
             stream.fail("broken_stream", "the stream ended without [DONE]")
+            return
+        with contextlib.suppress(OSError, aiohttp.ClientError):  # a body read to its end leaves the connection for others
+            async with asyncio.timeout(END_TIMEOUT_S):
+                while await response.content.readany():
+                    pass
 
 
-def _told(body: bytes) -> str:
+async def _told(response: aiohttp.ClientResponse) -> str:
     """The message of OpenAI's error object, or what else there is."""
+    if "Location" in response.headers:
+        return f"redirects to {response.headers['Location']}"[:MAX_TOLD_CHARS]
+    body = b""
+    with contextlib.suppress(OSError, aiohttp.ClientError):  # TimeoutError is one of the former
+        async with asyncio.timeout(END_TIMEOUT_S):
+            body = await read_at_most(response, MAX_ERROR_BYTES)
     try:
         message = msgspec.json.decode(body)["error"]["message"]
-    except (msgspec.DecodeError, KeyError, TypeError):
+    except (*UNDECODABLE, KeyError, TypeError):
         message = body.decode(errors="replace")
     return str(message)[:MAX_TOLD_CHARS]

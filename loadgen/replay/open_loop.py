@@ -15,7 +15,7 @@ from itertools import islice
 
 from triptych.loadgen.replay.content import Content, Message
 from triptych.loadgen.replay.exchange import Exchange
-from triptych.loadgen.replay.outcome import RequestOutcome
+from triptych.loadgen.replay.outcome import UNFINISHED, RequestOutcome
 from triptych.loadgen.replay.sessions import Sessions
 from triptych.loadgen.replay.stream import AnswerStream
 from triptych.loadgen.traces.row import TraceRow
@@ -68,6 +68,7 @@ class _Sending:
             num_prompt_tokens=stream.num_prompt_tokens,
             num_cached_tokens=stream.num_cached_tokens,
             num_output_tokens=stream.num_output_tokens,
+            num_forced_tokens=message.max_tokens if message is not None and message.is_forced else 0,
             error=stream.error,
             is_right=stream.text.strip() == message.answer if is_answered and message else None,
             is_warm_up=self.scheduled_s < warm_up_s,
@@ -93,6 +94,7 @@ class OpenLoop:
         self._sessions = Sessions()
         self._places = asyncio.Semaphore(options.concurrency or MAX_OPEN)
         self._open = asyncio.Semaphore(MAX_OPEN)
+        self._num_tokens = self._num_chunks = 1  # of whole answers: servers may send several tokens at once
         self.num_due = 0
         self.trace_error = ""
         self.error_examples: dict[str, str] = {}
@@ -132,12 +134,15 @@ class OpenLoop:
         try:
             await self._in_turn(request)
         except BaseException:
-            request.stream.fail("cancelled", "")
+            request.stream.fail(UNFINISHED, "")
             raise
         finally:
             self._open.release()
             if request.stream.error is not None:
                 self.error_examples.setdefault(request.stream.error, request.stream.told)
+            else:
+                self._num_tokens += request.stream.num_output_tokens
+                self._num_chunks += request.stream.num_chunks
             self._record(request.outcome(self._clock(), self._options.warm_up_s))
 
     async def _in_turn(self, request: _Sending) -> None:
@@ -164,7 +169,10 @@ class OpenLoop:
             return None
         rng = random.Random(f"cut {self._options.seed} {index}")
         is_cut = rng.random() < self._options.cancel_rate
-        return rng.randint(1, message.max_tokens if message.is_forced else 1) if is_cut else None
+        if not is_cut:
+            return None
+        num_tokens = rng.randint(1, message.max_tokens if message.is_forced else 1)
+        return max(1, num_tokens * self._num_chunks // max(self._num_chunks, self._num_tokens))
 
 
 async def read_ahead(rows: Iterator[TraceRow]) -> AsyncGenerator[TraceRow]:

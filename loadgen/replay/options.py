@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,9 +12,10 @@ from triptych.loadgen.replay.conditions import OptionValue
 from triptych.loadgen.replay.open_loop import SendOptions
 from triptych.loadgen.replay.pictures import PictureOptions
 from triptych.loadgen.replay.slo import Isolated, Slo
-from triptych.loadgen.report.units import plain
+from triptych.shared.units import plain
 
 ContentName = Literal["trace", "world"]
+HEADER = re.compile(r"\s*[\w!#$%&'*+.^`|~-]+\s*:.*", re.ASCII | re.DOTALL)  # a token (RFC 9110, 5.6.2) and a value
 SECRET_OPTIONS = ("header",)  # their values stay out of the results
 
 
@@ -47,8 +49,8 @@ def parse_headers(texts: Iterable[str]) -> dict[str, str]:
     """Of `Name: value`. Raises ValueError, which never shows a value."""
     headers = {}
     for text in texts:
-        name, colon, value = text.partition(":")
-        if not colon or not name.strip() or "\n" in text or "\r" in text:
+        name, _, value = text.partition(":")
+        if not (HEADER.fullmatch(text) and value.strip().isprintable()):
             raise ValueError("a header has the form 'Name: value'")
         headers[name.strip()] = value.strip()
     return headers

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 CANCELLED, UNFINISHED = "cancelled", "unfinished"  # the client went away, as --cancel-rate says; the replay ended before
+NO_SOCKET = "no_socket"  # this machine had none left
 LEFT_OUT = (CANCELLED, UNFINISHED)  # neither answered nor failed
 
 
@@ -14,10 +15,10 @@ class RequestOutcome:
 
     first_token_s, last_token_s: of the first and last chunk with content; None if none came. token_gaps_s: between chunks with
     content, in order (one chunk may hold several tokens: num_output_tokens counts tokens). num_prompt_tokens,
-    num_cached_tokens, num_output_tokens: as the server's usage says; 0 where it says nothing. num_forced_tokens: of output, which
-    the server was told to make; 0: as it likes. error: None, or a short kind: "http_429", "timeout", "connection",
-    "broken_stream", "error_event", or one of LEFT_OUT. is_right: whether the answer is the known one; None where none is known
-    or the output was forced.
+    num_cached_tokens, num_output_tokens: as the server's usage says; 0 where it says nothing. num_forced_tokens: of output that
+    the server was told to make; 0: as many as it likes. error: None, or a short kind: "http_429", "timeout", "connection",
+    "no_socket", "broken_stream", "error_event", or one of LEFT_OUT. is_right: whether the answer is the known one; None where
+    none is known or the output was forced.
     """
 
     index: int

@@ -22,7 +22,7 @@ from triptych.loadgen.replay.target import Target, TargetFailed, find_target
 from triptych.loadgen.replay.token_costs import CountPrompt, TokenCosts, measure_token_costs
 from triptych.loadgen.replay.words import Words
 from triptych.loadgen.traces.row import TraceRow
-from triptych.loadgen.traces.trace import Trace
+from triptych.loadgen.traces.trace import Trace, TraceError
 
 NUM_PEEKED = 1000  # rows that are looked at before: whether there are pictures, which sizes there are; chosen
 ISOLATED_INDEX, COUNTING_INDEX = 1 << 40, 2 << 40  # beyond every trace: what is measured before is never repeated
@@ -50,6 +50,10 @@ async def prepare(http: aiohttp.ClientSession, trace: Trace, options: ReplayOpti
     """
     target = await find_target(http, options.target, options.model)
     peeked = await asyncio.to_thread(lambda: list(itertools.islice(trace, NUM_PEEKED)))
+    if not peeked:
+        raise TraceError(
+            "no request of the trace is left to be sent: it ends before --start, or its rates are scaled to nothing"
+        )
     is_whole = len(peeked) < NUM_PEEKED
     has_pictures = any(row.num_images for row in peeked)
     pool = None

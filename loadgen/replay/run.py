@@ -11,107 +11,117 @@ import resource
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from importlib import metadata
-from typing import IO
 
 import aiohttp
-import msgspec
 from rich.console import Console
 
-from triptych.loadgen.replay.conditions import OUTCOMES_FILE, Conditions, write_conditions
-from triptych.loadgen.replay.content import TraceContent
+from triptych.loadgen.replay.conditions import Conditions, Ended, write_conditions
+from triptych.loadgen.replay.content import Content, TraceContent
 from triptych.loadgen.replay.exchange import Exchange, client_session
 from triptych.loadgen.replay.open_loop import UNREADABLE, OpenLoop
 from triptych.loadgen.replay.options import ReplayOptions
 from triptych.loadgen.replay.outcome import RequestOutcome
+from triptych.loadgen.replay.outcomes_file import OutcomesWriter
 from triptych.loadgen.replay.prepare import Prepared, prepare
 from triptych.loadgen.replay.progress import Live, show
 from triptych.loadgen.replay.target import TargetFailed, is_there
 from triptych.loadgen.replay.watchdog import Watchdog
 from triptych.loadgen.traces.trace import Trace
+from triptych.shared.units import plain
 
 MAX_CONNECTIONS = 65_536  # chosen: more than there are ports to connect from
+INTERRUPTED = "The replay was interrupted: this is what ran until then."
 
 
 async def replay(trace: Trace, options: ReplayOptions, console: Console) -> Conditions:
-    """Run it, Ctrl-C included, and leave conditions and outcomes in options.out, which exists."""
+    """Run it, Ctrl-C included, and leave conditions and outcomes in options.out, which exists.
+
+    Raises:
+        OSError: nothing can be written there.
+    """
     _allow_many_connections()
-    conditions = _begin(trace, options)
-    write_conditions(conditions, options.out)
+    run = _Run(trace, options, console)
     try:
-        with (options.out / OUTCOMES_FILE).open("wb") as outcomes:
-            async with client_session(dict(options.headers), options.timeout_s) as http:
-                run = _Run(http, trace, options, console, outcomes)
-                conditions = await run.run(conditions)
+        await run.run()
     except asyncio.CancelledError:
-        conditions = replace(conditions, ended="interrupted", message="The replay was interrupted.")
+        run.end("interrupted", INTERRUPTED)
         raise
     finally:
-        conditions = _with_malformed(conditions, trace)
-        write_conditions(conditions, options.out)
-    return conditions
+        write_conditions(_with_malformed(run.conditions, trace), options.out)
+    return _with_malformed(run.conditions, trace)
 
 
 class _Run:
-    def __init__(
-        self, http: aiohttp.ClientSession, trace: Trace, options: ReplayOptions, console: Console, outcomes: IO[bytes]
-    ) -> None:
-        self._http = http
+    """conditions: as far as they are known."""
+
+    def __init__(self, trace: Trace, options: ReplayOptions, console: Console) -> None:
+        self.conditions = _begin(trace, options)
         self._trace = trace
         self._options = options
         self._console = console
-        self._outcomes = outcomes
         self._stop = asyncio.Event()
+        self._outcomes = OutcomesWriter(options.out, self._stop)
         self._live = Live()
-        self._watchdog = Watchdog(lambda: is_there(http, options.target), self._stop)
 
-    async def run(self, conditions: Conditions) -> Conditions:
+    async def run(self) -> None:
+        with closing(self._outcomes):
+            write_conditions(self.conditions, self._options.out)
+            async with client_session(dict(self._options.headers), self._options.timeout_s) as http:
+                try:
+                    prepared = await prepare(http, self._trace, self._options, self._tell)
+                except TargetFailed as error:
+                    return self.end("target_unreachable", f"{_sentence(error)} Nothing was sent.")
+                except UNREADABLE as error:
+                    return self.end("trace_broken", _sentence(error))
+                self.conditions = _with_prepared(self.conditions, prepared)
+                write_conditions(self.conditions, self._options.out)
+                await self._send(http, prepared)
+        if self._outcomes.failure:
+            self.end("results_broken", f"The results cannot be written: {self._outcomes.failure}.")
+
+    async def _send(self, http: aiohttp.ClientSession, prepared: Prepared) -> None:
+        watchdog = Watchdog(lambda: is_there(http, self._options.target), self._stop)
+
+        def record(outcome: RequestOutcome) -> None:
+            self._outcomes.write(outcome)
+            self._live.add(outcome)
+            watchdog.see(outcome)
+
+        exchange = Exchange(http, prepared.target)
+        loop = OpenLoop(exchange, prepared.content, self._options.send, record)
         try:
-            prepared = await prepare(self._http, self._trace, self._options, self._tell)
-        except TargetFailed as error:
-            return replace(conditions, ended="target_unreachable", message=f"{_sentence(error)} Nothing was sent.")
-        except UNREADABLE as error:
-            return replace(conditions, ended="trace_broken", message=_sentence(error))
-        conditions = _with_prepared(conditions, prepared)
-        write_conditions(conditions, self._options.out)
-        exchange = Exchange(self._http, prepared.target)
-        loop = OpenLoop(exchange, prepared.content, self._options.send, self._record)
-        with self._ctrl_c_stops():
-            async with asyncio.TaskGroup() as group:
-                watching = group.create_task(self._watchdog.watch())
-                showing = group.create_task(show(self._live, lambda: self._line(exchange, loop), self._console, prepared.total))
-                await loop.run(prepared.rows, self._stop)
-                watching.cancel()
-                showing.cancel()
-        await self._watchdog.look_once()
-        self._tell(self._line(exchange, loop))
-        return self._ended(conditions, prepared, loop)
+            with self._ctrl_c_stops():
+                async with asyncio.TaskGroup() as group:
+                    watching = group.create_task(watchdog.watch())
+                    telling = show(self._live, lambda: self._line(exchange, loop), self._console, prepared.total)
+                    showing = group.create_task(telling)
+                    await loop.run(prepared.rows, self._stop)
+                    watching.cancel()
+                    showing.cancel()
+            await watchdog.look_once()
+            self._tell(self._line(exchange, loop))
+        finally:
+            self.conditions = _with_told(self.conditions, prepared.content, loop)
+        if watchdog.is_dead:
+            message = f"The target stopped answering: no connection could be made any more to {self._options.target}."
+            self.end("target_died", message)
+        elif self._stop.is_set():
+            self.end("interrupted", INTERRUPTED)
+        elif loop.trace_error:
+            self.end("trace_broken", f"The trace broke off: {loop.trace_error}")
+        else:
+            self.end("complete", "")
 
-    def _record(self, outcome: RequestOutcome) -> None:
-        self._outcomes.write(msgspec.json.encode(outcome) + b"\n")
-        self._live.add(outcome)
-        self._watchdog.see(outcome)
+    def end(self, ended: Ended, message: str) -> None:
+        """How it went; the last word counts."""
+        self.conditions = replace(self.conditions, ended=ended, message=plain(message))
 
     def _line(self, exchange: Exchange, loop: OpenLoop) -> str:
-        self._outcomes.flush()  # what was shown is kept, whatever comes
+        self._outcomes.flush()
         return self._live.line(exchange.clock(), loop.num_due)
-
-    def _ended(self, conditions: Conditions, prepared: Prepared, loop: OpenLoop) -> Conditions:
-        content = prepared.content
-        if isinstance(content, TraceContent) and content.num_cut:
-            note = f"{content.num_cut:,} requests were longer than the model's context and were cut to fit."
-            conditions = replace(conditions, notes=(*conditions.notes, note))
-        conditions = replace(conditions, error_examples=loop.error_examples)
-        if self._watchdog.is_dead:
-            message = f"The target stopped answering: no connection could be made any more to {self._options.target}."
-            return replace(conditions, ended="target_died", message=message)
-        if self._stop.is_set():
-            return replace(conditions, ended="interrupted", message="The replay was interrupted: this is what ran until then.")
-        if loop.trace_error:
-            return replace(conditions, ended="trace_broken", message=f"The trace broke off: {loop.trace_error}")
-        return replace(conditions, ended="complete")
 
     @contextmanager
     def _ctrl_c_stops(self) -> Iterator[None]:
@@ -140,12 +150,12 @@ class _Run:
 def _begin(trace: Trace, options: ReplayOptions) -> Conditions:
     versions = {"triptych": metadata.version("triptych"), "aiohttp": aiohttp.__version__, "python": platform.python_version()}
     return Conditions(
-        target=options.target,
-        model=options.model or "",
+        target=plain(options.target),
+        model=plain(options.model or ""),
         label="real",
         versions=versions,
         started_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        trace=trace.name,
+        trace=plain(trace.name),
         trace_form=trace.form,
         seed=options.send.seed,
         options=options.as_given,
@@ -158,13 +168,21 @@ def _begin(trace: Trace, options: ReplayOptions) -> Conditions:
 def _with_prepared(conditions: Conditions, prepared: Prepared) -> Conditions:
     return replace(
         conditions,
-        model=prepared.target.model,
+        model=plain(prepared.target.model),
         label=prepared.target.label,
         versions={**conditions.versions, "server": prepared.target.version},
         tokens_per_word=None if prepared.costs is None else prepared.costs.per_word,
         isolated=prepared.isolated,
         notes=prepared.notes,
     )
+
+
+def _with_told(conditions: Conditions, content: Content, loop: OpenLoop) -> Conditions:
+    """What the trace's requests came to, besides their outcomes."""
+    notes = conditions.notes
+    if isinstance(content, TraceContent) and content.num_cut:
+        notes = (*notes, f"{content.num_cut:,} requests were longer than the model's context and were cut to fit.")
+    return replace(conditions, notes=notes, error_examples=loop.error_examples)
 
 
 def _with_malformed(conditions: Conditions, trace: Trace) -> Conditions:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 CLASSES = ("text", "image")
+PARTS = ("ttft", "tbt")  # in the order of Slo's
 FORM = "text:ttft=2s,tbt=100ms or image:ttft=5x (times the isolated latency); of both classes without a name"
 _BOUND = re.compile(r"(?P<part>ttft|tbt)=(?P<value>\d+(?:\.\d+)?|\.\d+)(?P<unit>ms|s|x|)")
 
@@ -79,20 +81,26 @@ def own_scaled(slo: Slo, isolated: Isolated | None, num_prompt_tokens: int) -> L
 
 
 def parse_slos(texts: Iterable[str]) -> dict[str, Slo]:
-    """By class, of texts such as `image:ttft=5x,tbt=100ms`; one without a class is of both. Raises ValueError."""
-    slos: dict[str, Slo] = {}
+    """By class, of texts such as `image:ttft=5x,tbt=100ms`; one without a class is of both, and gives way to one of the class.
+
+    Raises:
+        ValueError: one is no SLO, or bounds the same twice.
+    """
+    bounds: dict[tuple[str, str], Bound] = {}  # by class, where one is named, and part
     for text in texts:
-        name, _, bounds = text.rpartition(":")
+        name, _, listed = text.rpartition(":")
         if name not in ("", *CLASSES):
             raise ValueError(f"{name!r} is no class of requests; the form is {FORM}")
-        slo = Slo(**dict(map(_parse_bound, bounds.split(","))))
-        slos |= dict.fromkeys([name] if name else CLASSES, slo)
-    return slos
+        for part, bound in map(_parse_bound, listed.split(",")):
+            if bounds.setdefault((name, part), bound) is not bound:
+                raise ValueError(f"{part} of {name or 'both classes'} is bounded twice; the form is {FORM}")
+    of_classes = {name: [bounds.get((name, part), bounds.get(("", part))) for part in PARTS] for name in CLASSES}
+    return {name: Slo(*found) for name, found in of_classes.items() if any(found)}
 
 
 def _parse_bound(text: str) -> tuple[str, Bound]:
     match = _BOUND.fullmatch(text.strip())
-    if match is None or not float(match["value"]):
+    if match is None or not 0 < float(match["value"]) < math.inf:
         raise ValueError(f"{text!r} is no bound; the form is {FORM}")
     return match["part"], Bound(float(match["value"]) / (1000 if match["unit"] == "ms" else 1), match["unit"] == "x")
 

@@ -5,13 +5,18 @@ On the path of every chunk, thousands a second: only the few fields that count a
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
+from triptych.loadgen.undecodable import UNDECODABLE
+from triptych.shared.units import plain
+
 MAX_LINE_BYTES = 1 << 20  # chosen: no event of an answer is as long
 MAX_TOLD_CHARS = 300  # of an error's text
+MAX_TOKENS = 1 << 40  # of a usage; chosen: no number that a figure could not be made of
 _DONE = b"[DONE]"
+_Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 
 
 class _Delta(msgspec.Struct):
@@ -25,12 +30,12 @@ class _Choice(msgspec.Struct):
 
 
 class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
+    cached_tokens: _Count | None = None
 
 
 class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
+    prompt_tokens: _Count = 0
+    completion_tokens: _Count = 0
     prompt_tokens_details: _Details | None = None
 
 
@@ -91,7 +96,7 @@ class AnswerStream:
     def fail(self, error: str, told: str) -> None:
         """The first failure counts, and none after the end."""
         if self.error is None and not self.is_done:
-            self.error, self.told = error, told[:MAX_TOLD_CHARS]
+            self.error, self.told = error, plain(told[:MAX_TOLD_CHARS])
 
     @property
     def text(self) -> str:
@@ -103,7 +108,7 @@ class AnswerStream:
             return
         try:
             chunk = _decode_chunk(payload)
-        except msgspec.MsgspecError as error:
+        except UNDECODABLE as error:
             self.fail("broken_stream", f"an event that cannot be read: {error}")
             return
         if chunk.error:

@@ -60,7 +60,7 @@ class ReportBuilder:
             label=self._conditions.label,
             conditions=msgspec.to_builtins(self._conditions),
             span_s=span_s,
-            warnings=[*caveats(self._conditions, whole), *notes],
+            warnings=[*caveats(self._conditions, whole, names), *notes],
             classes=[tally.figures(name, span_s, arrivals_s) for name, tally in every.items()],
             warm_up=self._warm_up_figures(),
             send_lag_s=distribution(whole.send_lag_s),
@@ -73,7 +73,7 @@ class ReportBuilder:
 
     def _warm_up_figures(self) -> ClassFigures | None:
         warm_up = self._warm_up
-        if not warm_up.num_requests + warm_up.num_cancelled:
+        if not warm_up.num_requests + warm_up.num_cancelled + warm_up.num_unfinished:
             return None
         return warm_up.figures("warm-up", warm_up.run.length_s, warm_up.arrivals.length_s)
 

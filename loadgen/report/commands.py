@@ -16,6 +16,7 @@ from triptych.loadgen.report.compare import compare, print_comparison
 from triptych.loadgen.report.results import ReportFailed, make_report, read_report, write_report
 from triptych.loadgen.report.schema import Report
 from triptych.loadgen.report.table import print_report
+from triptych.shared.units import plain
 
 FAILED_STATUS = 2
 PLAIN_WIDTH = 200  # columns where no terminal bounds them
@@ -24,17 +25,17 @@ AsJson = Annotated[bool, typer.Option("--json", help="one JSON object as the las
 
 
 def publish(folder: Path) -> Report:
-    """Make the report of a results folder, write its files there, and print it.
+    """Make the report of a results folder, print it, and write its files there.
 
     Raises:
         ReportFailed: it is no results folder, or cannot be written to.
     """
     with Console(stderr=True).status("Making the report ..."):  # of a million requests it takes a minute
         report = make_report(folder)
-        files = write_report(report, folder)
     console = _console()
     print_report(report, console)
-    console.print(*files, style="dim", markup=False, highlight=False, soft_wrap=True)
+    names = (plain(str(file)) for file in write_report(report, folder))
+    console.print(*names, style="dim", markup=False, highlight=False, soft_wrap=True)
     return report
 
 
@@ -77,5 +78,5 @@ def _failing() -> Iterator[None]:
     try:
         yield
     except ReportFailed as error:
-        sys.stderr.write(f"{error}\n")
+        sys.stderr.write(f"{plain(str(error))}\n")
         raise typer.Exit(FAILED_STATUS) from None

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from triptych.loadgen.replay.outcome import RequestOutcome
+from triptych.loadgen.replay.outcome import LEFT_OUT, RequestOutcome
 from triptych.loadgen.report.histogram import Histogram
 from triptych.loadgen.report.schema import ClassOverTime, OverTime
 
@@ -56,7 +56,7 @@ class TimeBins:
             bin_ = self._at(time_s)
             bin_.change += change
             bin_.change_times_s += change * time_s
-        if outcome.error not in (None, "cancelled"):
+        if outcome.error is not None and outcome.error not in LEFT_OUT:
             self._at(outcome.end_s).num_errors += 1
         if outcome.first_token_s is not None:
             num_chunks = len(outcome.token_gaps_s) + 1

@@ -15,9 +15,10 @@ from triptych.loadgen.report.builder import ReportBuilder
 from triptych.loadgen.report.figures import flat_figures
 from triptych.loadgen.report.page import page
 from triptych.loadgen.report.schema import VERSION, Report
+from triptych.loadgen.undecodable import UNDECODABLE
 
 REPORT_FILE, TABLE_FILE, PAGE_FILE = "report.json", "report.csv", "report.html"
-UNREADABLE = (OSError, ValueError, msgspec.MsgspecError)
+UNREADABLE = (OSError, *UNDECODABLE)
 
 
 class ReportFailed(Exception):
@@ -39,7 +40,7 @@ class OutcomesFile:
             for number, line in enumerate(file, 1):
                 try:
                     yield decoder.decode(line)
-                except (ValueError, msgspec.MsgspecError):
+                except UNDECODABLE:
                     self._is_cut_off = not line.endswith(b"\n")
                     if not self._is_cut_off:
                         self._num_bad += 1

@@ -44,9 +44,10 @@ class ClassFigures(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of one class of requests. Latencies are those of finished requests, from the scheduled time."""
 
     name: Annotated[str, Meta(description="all, a class of the trace (text, image), or a number of pictures")]
-    num_requests: Annotated[int, Meta(description="finished and failed; neither cancelled nor warm-up")]
+    num_requests: Annotated[int, Meta(description="finished and failed; neither cancelled, unfinished nor warm-up")]
     num_finished: int
     num_cancelled: Annotated[int, Meta(description="by the replay itself, on purpose; in no other figure")]
+    num_unfinished: Annotated[int, Meta(description="when the replay was ended; in no other figure")] = 0
     errors: Annotated[dict[str, int], Meta(description="by kind: http_429, timeout, connection, broken_stream, ...")]
     offered_per_s: Annotated[float | None, Meta(description="requests/s as scheduled, from the first to the last")]
     finished_per_s: float | None

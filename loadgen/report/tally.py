@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field, fields
 from typing import Self
 
-from triptych.loadgen.replay.outcome import RequestOutcome
+from triptych.loadgen.replay.outcome import CANCELLED, LEFT_OUT, UNFINISHED, RequestOutcome
 from triptych.loadgen.replay.slo import Limits
 from triptych.loadgen.report.histogram import Histogram
 from triptych.loadgen.report.schema import Attainment, ClassFigures, Distribution
@@ -81,16 +81,20 @@ class SloTally(Sums):
 
 @dataclass(slots=True)
 class Tally(Sums):
-    """Counts, times and latencies of requests. Latencies are those of finished ones."""
+    """Counts, times and latencies of requests. Latencies are those of finished ones. num_short: answers shorter than forced;
+    num_empty: without any text."""
 
     num_finished: int = 0
     num_cancelled: int = 0
+    num_unfinished: int = 0
     errors: Counter[str] = field(default_factory=Counter)
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     num_chunks: int = 0
     num_without_usage: int = 0
+    num_short: int = 0
+    num_empty: int = 0
     num_answers_known: int = 0
     num_answers_right: int = 0
     arrivals: Span = field(default_factory=Span)
@@ -107,8 +111,9 @@ class Tally(Sums):
 
     def add(self, outcome: RequestOutcome, class_wide: Limits | None, own_scaled: Limits | None) -> None:
         """Take in one outcome. class_wide, own_scaled: the limits that it was to meet."""
-        if outcome.error == "cancelled":
-            self.num_cancelled += 1
+        if outcome.error in LEFT_OUT:
+            self.num_cancelled += outcome.error == CANCELLED
+            self.num_unfinished += outcome.error == UNFINISHED
             return
         self.send_lag_s.add(outcome.send_lag_s)
         self.arrivals += Span(outcome.scheduled_s, outcome.scheduled_s)
@@ -129,6 +134,8 @@ class Tally(Sums):
         self.num_prompt_tokens += outcome.num_prompt_tokens
         self.num_cached_tokens += outcome.num_cached_tokens
         self.num_output_tokens += outcome.num_output_tokens
+        self.num_short += 0 < outcome.num_output_tokens < outcome.num_forced_tokens
+        self.num_empty += outcome.first_token_s is None
         if not outcome.num_prompt_tokens:
             self.num_without_usage += 1
         elif outcome.first_token_s is not None:
@@ -159,6 +166,7 @@ class Tally(Sums):
             num_requests=self.num_requests,
             num_finished=self.num_finished,
             num_cancelled=self.num_cancelled,
+            num_unfinished=self.num_unfinished,
             errors=dict(self.errors.most_common()),
             offered_per_s=_ratio(self.num_requests, arrivals_s),
             finished_per_s=_ratio(self.num_finished, span_s),

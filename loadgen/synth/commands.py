@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from triptych.loadgen.synth.fit import Made
 from triptych.loadgen.synth.rows import workload_rows
@@ -15,6 +17,7 @@ from triptych.loadgen.synth.scaling import Wishes, as_wished
 from triptych.loadgen.synth.workload import load_workload
 from triptych.loadgen.traces.trace import TraceError
 from triptych.loadgen.traces.writer import write_trace
+from triptych.shared.units import plain
 
 WORKLOADS = "azure-lmm, bursts, chat-reuse, day, image-light, servegen, or a .toml file of yours"
 PLAIN_WIDTH = 120  # columns where no terminal bounds them
@@ -28,8 +31,8 @@ def synth_command(
     out: Annotated[
         Path | None, typer.Option(help=".csv: Azure LMM's form, .jsonl: ours, .gz packs  [default: build/NAME.csv.gz]")
     ] = None,
-    duration: Annotated[float | None, typer.Option(min=1, help="seconds; as the workload says")] = None,
-    rate: Annotated[float | None, typer.Option(min=1e-6, help="requests per second, in the mean")] = None,
+    duration: Annotated[float | None, typer.Option(min=1, max=1e9, help="seconds; as the workload says")] = None,
+    rate: Annotated[float | None, typer.Option(min=1e-6, max=1e5, help="requests per second, in the mean")] = None,
     image_share: Annotated[float | None, typer.Option(min=0, max=1, help="share of requests with pictures")] = None,
     seed: Annotated[int | None, typer.Option(help="other seeds give other traces; as the workload says")] = None,
     steady: Annotated[
@@ -41,14 +44,15 @@ def synth_command(
         wished = as_wished(load_workload(workload), Wishes(duration, rate, image_share, seed, steady))
         path = out or Path("build") / f"{Path(workload).stem}.csv.gz"
         made = Made()
-        with Console(stderr=True).status(f"writing {path}"):
-            write_trace(made.counted(workload_rows(wished)), path)
+        rows = made.counted(workload_rows(wished))
+        first = next(rows, None)
+        if first is None:
+            raise TraceError(f"{path}: no request in {wished.duration_s:g} s at this rate")
+        with Console(stderr=True).status(Text(f"writing {path}")):
+            write_trace(chain((first,), rows), path)
     except TraceError as error:
-        sys.stderr.write(f"{error}\n")
+        sys.stderr.write(f"{plain(str(error))}\n")
         raise typer.Exit(2) from None
-    if not made.num_rows:
-        sys.stderr.write(f"{path}: no request in {wished.duration_s:g} s at this rate\n")
-        raise typer.Exit(2)
     console = Console()
     console = console if console.is_terminal else Console(width=PLAIN_WIDTH)
     console.print(wished.about, highlight=False, markup=False)
@@ -59,4 +63,4 @@ def synth_command(
     )
     if made.has_more_than_azure and ".csv" in path.suffixes:
         console.print("Azure LMM's form has neither conversations nor tokens of pictures: name the file .jsonl to keep them.")
-    console.print(path, soft_wrap=True, highlight=False, markup=False)
+    console.print(plain(str(path)), soft_wrap=True, highlight=False, markup=False)

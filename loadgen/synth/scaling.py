@@ -32,6 +32,8 @@ def as_wished(workload: Workload, wishes: Wishes) -> Workload:
         sum(mean_rate(client, workload) for client in workload.client if (client.images is not None) is has_images)
         for has_images in (True, False)
     )
+    if not image + text:
+        raise TraceError("the workload's clients send nothing in its duration")
     rate = image + text if wishes.rate_per_s is None else wishes.rate_per_s
     share = image / (image + text) if wishes.image_share is None else wishes.image_share
     if (share > 0 and not image) or (share < 1 and not text):

@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from itertools import accumulate, pairwise
 
+MAX_SIZE = 10_000_000  # tokens, pictures, turns; chosen: beyond every model's context
 MEAN_STEPS = 1000  # chosen: the mean is read at so many points
 
 
@@ -16,8 +17,9 @@ class Sizes:
     def __init__(self, percentiles: Mapping[float, float]) -> None:
         knots = sorted(percentiles.items())
         sizes = [size for _, size in knots]
-        if not knots or knots[0][0] < 0 or knots[-1][0] > 100 or sizes[0] < 1 or any(a > b for a, b in pairwise(sizes)):
-            raise ValueError("percentiles are of 0 to 100 and begin at a size of 1 or more that does not fall")
+        are_sizes = bool(sizes) and all(a <= b for a, b in pairwise((1, *sizes, MAX_SIZE)))
+        if not are_sizes or not all(0 <= percent <= 100 for percent, _ in knots):
+            raise ValueError(f"percentiles are of 0 to 100, and their sizes, of 1 to {MAX_SIZE}, do not fall")
         self._shares = [percent / 100 for percent, _ in knots]
         self._logs = [math.log(size) for size in sizes]
 
@@ -37,8 +39,8 @@ class Counts:
     """Count -> weight; any positive weights."""
 
     def __init__(self, weights: Mapping[int, float]) -> None:
-        if not weights or min(weights) < 1 or min(weights.values()) <= 0:
-            raise ValueError("counts are 1 or more, each with a weight above 0")
+        if not weights or not all(1 <= count <= MAX_SIZE and 0 < weight < math.inf for count, weight in weights.items()):
+            raise ValueError(f"counts are 1 to {MAX_SIZE}, each with a weight above 0")
         self._counts = sorted(weights)
         total = sum(weights.values())
         self._ends = list(accumulate(weights[count] / total for count in self._counts))

@@ -6,25 +6,36 @@ from functools import cache
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from triptych.loadgen.synth.published import COUNTS, RATES, SIZES
-from triptych.loadgen.synth.tables import Counts, Sizes
+from triptych.loadgen.synth.tables import MAX_SIZE, Counts, Sizes
 from triptych.loadgen.traces.trace import TraceError
+from triptych.loadgen.undecodable import UNDECODABLE
 
 SUFFIX = ".toml"
 MAX_CLIENTS = 16  # the names of prefix blocks have 4 bits for the client
 DAY_S = 86400.0
 
+# No file asks for more than a computer can send, or for NaN, which no bound lets pass. All chosen
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+Period = Annotated[float, Meta(ge=0.1, le=1e9)]  # seconds that something lasts
+Rate = Annotated[float, Meta(gt=0, le=1e5)]
+Factor = Annotated[float, Meta(ge=0, le=1000)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Tokens = Annotated[int, Meta(ge=0, le=MAX_SIZE)]
+
 
 class Burst(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """While it lasts the client's rate, and the number of pictures of its requests, are multiplied."""
 
-    start_s: float
-    duration_s: float
-    rate: float = 1.0
-    images: float = 1.0
+    start_s: Seconds
+    duration_s: Seconds
+    rate: Factor = 1.0
+    images: Factor = 1.0
 
 
 class Conversation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -35,8 +46,8 @@ class Conversation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     turns: dict[float, float]
     think_s: dict[float, float]
-    system_tokens: int = 0
-    max_context_tokens: int = 16384  # chosen; a conversation that would be longer ends
+    system_tokens: Tokens = 0
+    max_context_tokens: Tokens = 16384  # chosen; a conversation that would be longer ends
 
 
 class Client(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -49,19 +60,19 @@ class Client(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     name: str
-    rate_per_s: float
+    rate_per_s: Rate
     output_tokens: dict[float, float] | str
     context_tokens: dict[float, float] | str | None = None
     text_tokens: dict[float, float] | str | None = None
     image_tokens: dict[float, float] | str | None = None
     images: dict[int, float] | str | None = None
-    context_follows_images: float = 0.0
-    cv: float = 1.0
+    context_follows_images: Share = 0.0
+    cv: Factor = 1.0
     hours: str | None = None
-    swing: float = 0.0
-    swing_s: float = 60.0
-    surge: float = 0.0
-    surge_s: float = 3600.0
+    swing: Factor = 0.0
+    swing_s: Period = 60.0
+    surge: Share = 0.0
+    surge_s: Period = 3600.0
     conversation: Conversation | None = None
     burst: tuple[Burst, ...] = ()
 
@@ -75,10 +86,6 @@ class Client(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.conversation:
             Sizes(self.conversation.turns)
             Sizes(self.conversation.think_s)
-        if self.rate_per_s <= 0 or self.cv < 0 or self.swing < 0 or min(self.swing_s, self.surge_s) <= 0:
-            raise ValueError(f"client {self.name}: rate_per_s, swing_s and surge_s are above 0, cv and swing not below it")
-        if not (0 <= self.surge <= 1 and 0 <= self.context_follows_images <= 1):
-            raise ValueError(f"client {self.name}: surge and context_follows_images are 0 to 1")
         if self.hours is not None and self.hours not in RATES:
             raise ValueError(f"client {self.name}: hours {self.hours!r} is not one of {', '.join(RATES)}")
         for sizes in (self.output_tokens, self.context_tokens, self.text_tokens, self.image_tokens):
@@ -99,18 +106,16 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     about: str
-    duration_s: float
+    duration_s: Period
     client: tuple[Client, ...]
     seed: int = 0
-    day_s: float = DAY_S
-    start_hour: int = 0
+    day_s: Period = DAY_S
+    start_hour: Annotated[int, Meta(ge=0, lt=168)] = 0
     published: str | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.client) <= MAX_CLIENTS or len({client.name for client in self.client}) != len(self.client):
             raise ValueError(f"1 to {MAX_CLIENTS} clients with names of their own are needed")
-        if self.duration_s <= 0 or self.day_s <= 0:
-            raise ValueError("duration_s and day_s are above 0")
 
 
 def sizes_of(given: dict[float, float] | str) -> Sizes:
@@ -143,5 +148,5 @@ def load_workload(path_or_name: str | Path) -> Workload:
         raise TraceError(f"{name}: no such file, and no workload: those are {', '.join(workload_names())}") from None
     except OSError as error:
         raise TraceError(f"{name}: {error.strerror}") from None
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise TraceError(f"{name}: {error}") from None

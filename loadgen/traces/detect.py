@@ -6,8 +6,6 @@ import csv
 from collections.abc import Iterable
 from typing import Any
 
-import msgspec
-
 from triptych.loadgen.traces.azure_llm import AZURE_LLM
 from triptych.loadgen.traces.azure_lmm import AZURE_LMM
 from triptych.loadgen.traces.bailian import BAILIAN
@@ -17,6 +15,7 @@ from triptych.loadgen.traces.mooncake import MOONCAKE
 from triptych.loadgen.traces.own import OWN
 from triptych.loadgen.traces.reader import Decode, csv_cells, csv_decoder, json_object
 from triptych.loadgen.traces.trace import TraceError
+from triptych.loadgen.undecodable import UNDECODABLE
 
 FORMS: tuple[Form[Any], ...] = (AZURE_LMM, AZURE_LLM, MOONCAKE, BAILIAN, BURSTGPT, OWN)
 MAX_SHOWN = 120  # characters of somebody's file in an error; chosen
@@ -28,7 +27,7 @@ def detect(name: str, first_line: str) -> tuple[Form[Any], Decode]:
     is_json = first_line.startswith("{")
     try:
         keys = list(json_object(first_line)) if is_json else csv_cells(first_line)
-    except (msgspec.MsgspecError, csv.Error) as error:
+    except (*UNDECODABLE, csv.Error) as error:
         raise TraceError(f"{name}: its first line is no {'JSON object' if is_json else 'csv header'}: {error}") from None
     fitting = [form for form in FORMS if set(form.keys) <= set(keys)]
     if not fitting:

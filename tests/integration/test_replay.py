@@ -141,6 +141,15 @@ async def test_latency_counts_from_the_schedule_and_the_cap_is_kept(tmp_path: Pa
         (Reply(["a"], ending="error_event"), "error_event", "it broke"),
         (Reply(["a"], ending="hang"), "timeout", "in time"),
         (Reply([], ending="hang"), "timeout", "in time"),
+        (Reply(status=307, location="http://example.com/\x1b[2J"), "http_307", "redirects to http://example.com/"),
+        (Reply(["a"], event=b"data: " + b"[" * 100_000 + b"\n\n"), "broken_stream", "cannot be read"),
+        (Reply(["a"], event=b'data: {"x":' + b"[" * 5000 + b"]" * 5000 + b"}\n\n"), "broken_stream", "cannot be read"),
+        (Reply(["a"], event=b'data: {"error":' + b"[" * 700 + b"]" * 700 + b"}\n\n"), "error_event", "[[["),
+        (Reply(["a"], event=b'data: {"choices":"\xff"}\n\n'), "broken_stream", "cannot be read"),
+        (Reply(["a"], event=b"data: " + b"x" * (3 << 20)), "broken_stream", "over 1 MB"),
+        (Reply(["a"], usage={"prompt_tokens": -1, "completion_tokens": 2}), "broken_stream", "cannot be read"),
+        (Reply(["a"], usage={"prompt_tokens": 10**400, "completion_tokens": 2}), "broken_stream", "cannot be read"),
+        (Reply(["a"], event=b'data: {"choices":[{"del', ending="no_done"), "broken_stream", "DONE"),
     ],
 )
 async def test_errors_of_each_kind(reply: Reply, error: str, told: str, tmp_path: Path) -> None:
@@ -156,6 +165,7 @@ async def test_errors_of_each_kind(reply: Reply, error: str, told: str, tmp_path
     assert ran.conditions.ended == "complete"
     assert list(ran.conditions.error_examples) == [error]
     assert told in ran.conditions.error_examples[error]
+    assert ran.conditions.error_examples[error].isprintable()
     for outcome in ran.outcomes:
         if outcome.error is not None:
             assert (outcome.first_token_s is not None) == bool(reply.status == 200 and reply.texts)
@@ -171,6 +181,44 @@ async def test_a_share_is_cut_off_by_the_client(tmp_path: Path) -> None:
     lengths = {len(outcome.token_gaps_s) + 1 for outcome in ran.outcomes if outcome.error is not None}
     assert len(lengths) > 3
     assert ran.conditions.error_examples == {"cancelled": ""}
+
+
+async def test_cuts_are_anywhere_where_several_tokens_come_at_once(tmp_path: Path) -> None:
+    """Ten tokens a chunk: a cut after the fifth chunk is one after the fiftieth token."""
+    usage = {"prompt_tokens": 10, "completion_tokens": 100}
+    async with StubTarget(lambda _: Reply(["x " * 10] * 10, gap_s=0.001, usage=usage)) as stub:
+        rows = [TraceRow(0.005 * i, 20, 100) for i in range(100)]
+        ran = await run(stub, rows, tmp_path, send=SendOptions(concurrency=4, cancel_rate=0.5, seed=1))
+    assert 30 <= ran.errors.count("cancelled") <= 70
+
+
+async def test_a_body_that_goes_on_after_its_end(tmp_path: Path) -> None:
+    """The answer is whole; neither its session nor a place under the cap waits for more."""
+    rows = [TraceRow(0.0, 20, 2, session="s", turn=turn) for turn in range(3)]
+    async with StubTarget(lambda _: Reply(["x"], ending="late")) as stub:
+        ran = await run(stub, rows, tmp_path, timeout_s=60.0, send=SendOptions(concurrency=1))
+    assert ran.errors == [None] * 3
+    assert max(outcome.end_s for outcome in ran.outcomes) < 30
+
+
+async def test_nothing_of_the_trace_is_left(tmp_path: Path) -> None:
+    async with StubTarget() as stub:
+        ran = await run(stub, [], tmp_path)
+    assert (ran.conditions.ended, ran.outcomes) == ("trace_broken", [])
+    assert ran.conditions.message.startswith("No request of the trace is left to be sent")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a disk that is always full")
+async def test_a_disk_that_is_full(tmp_path: Path) -> None:
+    """Sending ends at once, and it is told."""
+    (tmp_path / OUTCOMES_FILE).symlink_to("/dev/full")
+    rows = (TraceRow(0.001 * i, 20, 2) for i in range(1_000_000))
+    async with StubTarget() as stub:
+        options = ReplayOptions(stub.url, tmp_path, pictures=SMALL)
+        trace = Trace("t", "triptych", rows, MalformedRows())
+        conditions = await asyncio.wait_for(replay(trace, options, Console(file=io.StringIO())), 60)
+    assert conditions.ended == "results_broken"
+    assert "No space left" in conditions.message
 
 
 async def test_turns_of_a_session_wait_and_repeat_what_was_said(tmp_path: Path) -> None:
@@ -267,7 +315,7 @@ async def test_nobody_is_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("models", "reply", "model", "told"),
     [
-        ([], Reply(), None, "names no model"),
+        ([], Reply(), None, "names no model: is the server ready?"),
         ([{"id": "x"}], Reply(), "y", "has no model 'y', but x"),
         ([{"id": "x"}], Reply(status=400), None, "http_400, refused with 400"),
     ],
@@ -278,6 +326,27 @@ async def test_a_target_that_is_no_use(
     async with StubTarget(lambda _: reply) as stub:
         stub.models = models
         ran = await run(stub, TEXT, tmp_path, model=model)
+    assert (ran.conditions.ended, ran.outcomes) == ("target_unreachable", [])
+    assert told in ran.conditions.message
+
+
+@pytest.mark.parametrize(
+    ("status", "location", "told"),
+    [
+        (401, "", "status 401, is the key in OPENAI_API_KEY or --header right?"),
+        (503, "", "status 503, is the server ready?"),
+        (301, "https://example.com/v1/models", "it redirects to https://example.com/v1/models, is that the target?"),
+    ],
+)
+async def test_a_target_that_lists_nothing(
+    status: int, location: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(stub: StubTarget, connection: Any, head: bytes, body: bytes) -> None:
+        connection.send_json({"data": [{"id": "x"}]}, status, location)
+
+    monkeypatch.setattr(StubTarget, "answer", refuse)
+    async with StubTarget() as stub:
+        ran = await run(stub, TEXT, tmp_path)
     assert (ran.conditions.ended, ran.outcomes) == ("target_unreachable", [])
     assert told in ran.conditions.message
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from support.stub_target import Reply, StubTarget
+from support.stub_target import MODEL, Reply, StubTarget
 from triptych.loadgen.replay.conditions import read_conditions
 from triptych.loadgen.report.results import PAGE_FILE, read_report
 from triptych.loadgen.traces.own import own_line
@@ -61,12 +61,51 @@ async def test_ctrl_c_ends_sending_and_reports_what_ran(tmp_path: Path) -> None:
     assert "interrupted" in error
     assert "requests" in shown
     report = read_report(out)
-    assert report.classes[0].num_requests + report.classes[0].num_cancelled == num_sent
-    assert report.classes[0].num_cancelled == 1
+    assert report.classes[0].num_requests + report.classes[0].num_unfinished == num_sent
+    assert (report.classes[0].num_unfinished, report.classes[0].num_cancelled) == (1, 0)
+    assert any("1 requests had not ended when the replay did" in warning for warning in report.warnings)
     assert report.classes[0].errors == {}
     assert read_conditions(out).ended == "interrupted"
     assert (out / PAGE_FILE).stat().st_size > 1000
     assert not any("hush" in path.read_text() for path in out.iterdir())
+
+
+async def test_a_second_ctrl_c_ends_at_once_and_forgets_nothing(tmp_path: Path) -> None:
+    trace = trace_of((TraceRow(0.01 * i, 20, 2) for i in range(60_000)), tmp_path)
+
+    def answer(body: dict[str, object]) -> Reply:
+        return Reply(["x"], ending="done" if body["max_tokens"] == 1 else "hang")
+
+    out = tmp_path / "out"
+    async with StubTarget(answer) as stub:
+        process = await start(str(trace), "--target", stub.url, "--out", str(out))
+        await stub.until(lambda: len(stub.received) > 10, TIMEOUT_S)
+        assert process.stderr is not None
+        for awaited in (b"Stopping", b""):
+            process.send_signal(signal.SIGINT)
+            await asyncio.wait_for(process.stderr.readuntil(awaited or b"\n"), TIMEOUT_S)
+        status, shown, error = await end(process)
+    assert status == 130, error
+    assert "Traceback" not in error
+    assert "requests" in shown
+    conditions = read_conditions(out)
+    assert (conditions.ended, conditions.model, conditions.versions["server"]) == ("interrupted", MODEL, "1.2.3")
+    whole = read_report(out).classes[0]
+    assert whole.num_requests == 0
+    assert whole.num_unfinished > 0
+
+
+async def test_ctrl_c_before_anything_is_sent(tmp_path: Path) -> None:
+    trace, out = trace_of([TraceRow(0.0, 20, 2)], tmp_path), tmp_path / "out"
+    async with StubTarget(lambda _: Reply(ending="hang")) as stub:
+        process = await start(str(trace), "--target", stub.url, "--out", str(out))
+        await stub.until(lambda: len(stub.received) > 0, TIMEOUT_S)
+        process.send_signal(signal.SIGINT)
+        status, _, error = await end(process)
+    assert status == 130, error
+    assert "Traceback" not in error
+    assert read_conditions(out).ended == "interrupted"
+    assert read_report(out).classes[0].num_requests == 0
 
 
 async def test_no_target_still_has_a_report(tmp_path: Path) -> None:

@@ -23,13 +23,16 @@ _LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """texts: a chunk each, gap_s apart, the first after delay_s. ending: how the stream ends; hang: never."""
+    """texts: a chunk each, gap_s apart, the first after delay_s; then event, if any. ending: how the stream ends; hang: never;
+    late: it is done, but its body never ends. location: where a redirect leads."""
 
     texts: Sequence[str] = ("hello ", "you")
     delay_s: float = 0.0
     gap_s: float = 0.0
-    ending: Literal["done", "cut", "no_done", "error_event", "hang"] = "done"
+    event: bytes = b""
+    ending: Literal["done", "cut", "no_done", "error_event", "hang", "late"] = "done"
     status: int = 200
+    location: str = ""
     usage: dict[str, Any] | None = field(default_factory=lambda: {"prompt_tokens": 10, "completion_tokens": 2})
 
 
@@ -152,14 +155,15 @@ class _Connection(asyncio.Protocol):
             del self._buffer[:size]
             self._stub.answer(self, head, body)
 
-    def send_json(self, content: object, status: int = 200) -> None:
+    def send_json(self, content: object, status: int = 200, location: str = "") -> None:
         body = json.dumps(content).encode()
-        head = f"HTTP/1.1 {status} X\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        more = f"Location: {location}\r\n" if location else ""
+        head = f"HTTP/1.1 {status} X\r\nContent-Type: application/json\r\n{more}Content-Length: {len(body)}\r\n\r\n"
         self._transport.write(head.encode() + body)
 
     def stream(self, reply: Reply) -> None:
         if reply.status != 200:
-            self.send_json({"error": {"message": f"refused with {reply.status}", "type": "x"}}, reply.status)
+            self.send_json({"error": {"message": f"refused with {reply.status}", "type": "x"}}, reply.status, reply.location)
             return
         first = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}]}\n\n'
         head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -175,9 +179,11 @@ class _Connection(asyncio.Protocol):
             event = {"id": "x", "object": "chat.completion.chunk", "model": MODEL, "choices": [delta]}
             self._transport.write(_framed(b"data: " + json.dumps(event).encode() + b"\n\n"))
             self._wait(reply.gap_s, reply, number + 1)
-        elif reply.ending != "hang":
-            self._timer = None
-            self._end(reply)
+        else:
+            self._transport.write(_framed(reply.event) if reply.event else b"")
+            if reply.ending != "hang":
+                self._timer = None
+                self._end(reply)
 
     def _end(self, reply: Reply) -> None:
         if reply.ending == "cut":
@@ -188,9 +194,9 @@ class _Connection(asyncio.Protocol):
             ending = _framed(b'data: {"error":{"message":"it broke","code":"instance_lost"}}\n\n')
         elif reply.usage is not None:
             ending = _framed(b"data: " + json.dumps({"choices": [], "usage": reply.usage}).encode() + b"\n\n")
-        if reply.ending == "done":
+        if reply.ending in ("done", "late"):
             ending += _framed(b"data: [DONE]\n\n")
-        self._transport.write(ending + b"0\r\n\r\n")
+        self._transport.write(ending + (b"" if reply.ending == "late" else b"0\r\n\r\n"))
 
 
 def _framed(data: bytes) -> bytes:

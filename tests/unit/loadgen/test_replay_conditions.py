@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from triptych.loadgen.replay.conditions import Conditions, read_conditions, writ
 from triptych.loadgen.replay.options import parse_headers, shown_options
 from triptych.loadgen.replay.outcome import RequestOutcome
 from triptych.loadgen.replay.slo import Isolated, LatencyLine, Limits, parse_slos
+from triptych.loadgen.undecodable import UNDECODABLE
 
 CONDITIONS = Conditions(
     target="http://x",
@@ -39,9 +41,9 @@ def test_they_come_back_as_they_were(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_none_is_a_value_error(tmp_path: Path) -> None:
-    for text in ("", "{}", "[1]"):
+    for text in ("", "{}", "[1]", "[" * 10_000):
         (tmp_path / "conditions.json").write_text(text)
-        with pytest.raises(ValueError, match=r"\w"):
+        with pytest.raises(UNDECODABLE, match=r"\w"):
             read_conditions(tmp_path)
 
 
@@ -52,13 +54,21 @@ def test_limits_by_class() -> None:
     assert CONDITIONS.own_scaled_limits(outcome("text")) is None
 
 
+def test_names_of_files_that_no_json_can_hold(tmp_path: Path) -> None:
+    given = {"out": Path("a\udcff"), "model": "m\udcff", "slo": ["\udcff"]}
+    write_conditions(replace(CONDITIONS, options=shown_options(given)), tmp_path)
+    assert read_conditions(tmp_path).options == {"out": "a\ufffd", "model": "m\ufffd", "slo": ["\ufffd"]}
+
+
 def test_values_of_headers_are_not_shown() -> None:
     given = {"header": ["Authorization: Bearer hush"], "out": Path("a/b"), "slo": None, "seed": 3}
     assert shown_options(given) == {"header": ["Authorization"], "out": "a/b", "slo": None, "seed": 3}
     assert parse_headers(["X-Key:  a:b "]) == {"X-Key": "a:b"}
 
 
-@pytest.mark.parametrize("text", ["hush", ": hush", "X: hush\nY: z"])
+@pytest.mark.parametrize(
+    "text", ["hush", ": hush", "X: hush\nY: z", "X Y: hush", "X: hu\x01sh", "\u00dc: hush", "X: hush\udcff"]
+)
 def test_headers_that_are_none(text: str) -> None:
     with pytest.raises(ValueError, match="Name: value") as raised:
         parse_headers([text])

@@ -10,17 +10,26 @@ ISOLATED = Isolated(8, ttft_s=1.0, ttft_line=LatencyLine(0.5, 0.001), tbt_s=0.02
 
 
 def test_how_they_are_written() -> None:
-    slos = parse_slos(["ttft=2s,tbt=100ms", "image:ttft=5x", "text:tbt=.5x"])
-    assert slos == {"text": Slo(None, Bound(0.5, True)), "image": Slo(Bound(5.0, True), None)}
+    slos = parse_slos(["image:ttft=5x", "ttft=2s,tbt=100ms", "text:tbt=.5x"])
+    assert slos == {"text": Slo(Bound(2.0), Bound(0.5, True)), "image": Slo(Bound(5.0, True), Bound(0.1))}
+    assert parse_slos(["text:ttft=2s", "text:tbt=1s"]) == {"text": Slo(Bound(2.0), Bound(1.0))}
     assert parse_slos(["ttft=2"]) == dict.fromkeys(("text", "image"), Slo(Bound(2.0)))
     assert parse_slos(["tbt=100ms"])["text"].tbt == Bound(0.1)
     assert parse_slos([]) == {}
 
 
-@pytest.mark.parametrize("text", ["", "ttft", "ttft=", "ttft=-1", "ttft=0", "e2e=1", "video:ttft=1", "ttft=1,", "ttft=5 x"])
+@pytest.mark.parametrize(
+    "text", ["", "ttft", "ttft=", "ttft=-1", "ttft=0", "e2e=1", "video:ttft=1", "ttft=1,", "ttft=5 x", f"ttft={10**400}"]
+)
 def test_what_is_none(text: str) -> None:
     with pytest.raises(ValueError, match="image:ttft=5x"):
         parse_slos([text])
+
+
+@pytest.mark.parametrize("texts", [["ttft=1s,ttft=2s"], ["ttft=1s", "ttft=2s"], ["text:tbt=1s", "text:tbt=1s"]])
+def test_nothing_is_bounded_twice(texts: list[str]) -> None:
+    with pytest.raises(ValueError, match="bounded twice"):
+        parse_slos(texts)
 
 
 def test_class_wide() -> None:

@@ -33,6 +33,13 @@ ANSWER = b"".join(
         b"data: [DONE]\n\n",
     )
 )
+HOSTILE = (
+    b"data: " + b"[" * 50_000 + b"\n\n",
+    b'data: {"x": ' + b"[" * 50_000 + b"]" * 50_000 + b"}\n\n",
+    event(choices=[], usage={"prompt_tokens": -1}),
+    event(choices=[], usage={"prompt_tokens": 10**400}),
+    event(choices=[], usage={"prompt_tokens": 1, "prompt_tokens_details": {"cached_tokens": -1}}),
+)
 TEXT = 'a "red", data: [DONE]\n\n Kreis \u00e9\u4e2d'
 
 
@@ -75,10 +82,19 @@ def test_an_error_event() -> None:
     stream = read(delta(content="a"), event(error={"message": "lost", "code": "instance_lost"}))
     assert stream.error == "error_event"
     assert "instance_lost" in stream.told
+    assert read(event(error="\x1b[2J red")).told.isprintable()
+
+
+@pytest.mark.parametrize("depth", range(1, 2000, 37))
+def test_an_error_of_any_depth(depth: int) -> None:
+    """What was decoded can be told, whatever the stack holds."""
+    stream = read(b'data: {"error": ' + b"[" * depth + b"1" + b"]" * depth + b"}\n\n")
+    assert stream.error in ("error_event", "broken_stream")
+    assert stream.told
 
 
 @pytest.mark.parametrize(
-    "broken", [b"data: {\n\n", b'data: {"choices": 3}\n\n', b"data: \xff\n\n", b"x" * (MAX_LINE_BYTES + 1)]
+    "broken", [b"data: {\n\n", b'data: {"choices": 3}\n\n', b"data: \xff\n\n", b"x" * (MAX_LINE_BYTES + 1), *HOSTILE]
 )
 def test_what_cannot_be_read(broken: bytes) -> None:
     stream = read(delta(content="a"), broken, b"data: [DONE]\n\n")

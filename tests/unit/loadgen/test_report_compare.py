@@ -75,6 +75,20 @@ def test_conditions_that_differ_are_named_and_how_runs_went_is_none(tmp_path: Pa
     assert "seed: 7 in A, 8 in B" in printed(comparison)
 
 
+def test_what_only_one_side_warns_of_is_told(tmp_path: Path) -> None:
+    """A run that broke off is none to compare a whole one with."""
+    broken = replace(CONDITIONS, ended="target_died", message="The target died.", notes=("New.",))
+    comparison = compare(
+        make_report(write_results(tmp_path / "a", OUTCOMES, replace(CONDITIONS, notes=("Old.",)))),
+        make_report(write_results(tmp_path / "b", FASTER, broken)),
+    )
+    shown = printed(comparison)
+    assert "Old." in comparison.warnings_a
+    assert "! B: The target died." in shown
+    assert "! A: The target died." not in shown
+    assert comparison_of(tmp_path / "same", OUTCOMES).warnings_b == []
+
+
 def test_what_is_not_real_says_so(tmp_path: Path) -> None:
     comparison = comparison_of(tmp_path, FASTER, replace(CONDITIONS, label="emulated a100"))
     assert (comparison.label_a, comparison.label_b) == ("real", "emulated a100")

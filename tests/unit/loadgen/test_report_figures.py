@@ -177,6 +177,11 @@ def test_a_class_without_limits_has_no_attainment() -> None:
         ([answered(0.0, 1.0)], {}, "The run took 1 s"),
         ([answered(0.0, 1.0, num_prompt_tokens=0)], {}, "1 answers came without usage"),
         ([replace(answered(0.0, 1.0, [1.0]), num_output_tokens=8)], {}, "several tokens at once"),
+        ([answered(0.0, 1.0), failed(0.0, "unfinished")], {}, "1 requests had not ended when the replay did."),
+        ([failed(0.0, "unfinished")], {}, "1 requests had not ended when the replay did."),
+        ([answered(0.0, 1.0), failed(0.0, "no_socket")], {}, "1 requests found no free socket on the machine that sent them"),
+        ([replace(answered(0.0, 1.0), num_forced_tokens=2)], {}, "1 answers are shorter than in the trace"),
+        ([replace(failed(0.0, ""), error=None)], {}, "1 answers had no text"),
         ([], {"ended": "running"}, "cut off"),
         ([], {"ended": "target_died", "message": "The target died."}, "The target died."),
         ([], {"notes": ("One more thing.",)}, "One more thing."),
@@ -185,6 +190,11 @@ def test_a_class_without_limits_has_no_attainment() -> None:
             [answered(0.0, 1.0)],
             {"slos": parse_slos(["text:ttft=50ms"]), "isolated": {"text": Isolated(9, 0.1, LatencyLine(0.1, 0.0))}},
             "Most text requests miss their TTFT limit even alone: their isolated median is 100 ms.",
+        ),
+        (
+            [answered(0.0, 1.0, num_images=1)],
+            {"slos": parse_slos(["ttft=5x,tbt=1s"]), "isolated": {"text": Isolated(9, 0.1, LatencyLine(0.1, 0.0))}},
+            "The isolated TTFT of image requests is unknown: their limit, a factor of it, is not applied.",
         ),
     ],
 )

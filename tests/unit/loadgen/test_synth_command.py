@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
 
@@ -10,11 +11,24 @@ import pytest
 from typer.testing import CliRunner
 
 from triptych.loadgen.cli import main
+from triptych.loadgen.synth import commands
 from triptych.loadgen.synth.fit import Made
 from triptych.loadgen.synth.rows import workload_rows
 from triptych.loadgen.synth.scaling import Wishes, as_wished
-from triptych.loadgen.synth.workload import load_workload
+from triptych.loadgen.synth.workload import Workload, load_workload
 from triptych.loadgen.traces.open import open_trace
+from triptych.loadgen.traces.row import TraceRow
+
+QUIET = """
+about = "a burst of nothing, all the time"
+duration_s = 10
+[[client]]
+name = "c"
+rate_per_s = 5
+output_tokens = { 50 = 3 }
+text_tokens = { 50 = 3 }
+burst = [{ start_s = 0, duration_s = 10, rate = 0 }]
+"""
 
 
 def synth(*arguments: object) -> str:
@@ -63,6 +77,7 @@ def test_conversations_need_our_form(tmp_path: Path) -> None:
         (["--out", "trace.parquet"], "the name of a trace ends in .csv or .jsonl"),
         (["bursts", "--rate", "0.000001", "--duration", "1"], "no request in 1 s at this rate"),
         (["servegen", "--image-share", "0.5"], "needs clients of both kinds"),
+        (["quiet.toml"], "the workload's clients send nothing in its duration"),
         (["--out", "/dev/null/trace.csv"], "/dev/null: File exists"),
     ],
 )
@@ -70,10 +85,29 @@ def test_mistakes_are_told_in_one_line(
     arguments: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("quiet.toml").write_text(QUIET)
     result = CliRunner().invoke(main, ["synth", *arguments])
     assert result.exit_code == 2
     assert told in result.output
     assert result.output.count("\n") == 1
+
+
+def test_a_trace_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever presses Ctrl-C, or asks for nothing, keeps the file that was there."""
+
+    def rows(_: Workload) -> Iterator[TraceRow]:
+        yield TraceRow(0.0, 1, 1)
+        raise KeyboardInterrupt
+
+    path = tmp_path / "trace.csv"
+    synth("bursts", "--duration", 20, "--out", path)
+    before = path.read_bytes()
+    refused = CliRunner().invoke(main, ["synth", "bursts", "--rate", "0.000001", "--duration", "1", "--out", str(path)])
+    assert refused.exit_code == 2
+    monkeypatch.setattr(commands, "workload_rows", rows)
+    assert CliRunner().invoke(main, ["synth", "bursts", "--out", str(path)]).exit_code == 130
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_percentiles_are_the_published_ones() -> None:

@@ -8,7 +8,7 @@ from bisect import bisect_left
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from triptych.loadgen.synth.published import COUNTS, SIZES
@@ -16,13 +16,11 @@ from triptych.loadgen.synth.tables import Counts, Sizes
 
 PLOTS = Path(__file__).resolve().parents[4] / "shared" / "traces"
 STEPS = 4000
-LOADED = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])  # other tests take the cores
 tables = st.dictionaries(st.integers(0, 100), st.integers(1, 10**6), min_size=1, max_size=9).map(
     lambda drawn: dict(zip(sorted(drawn), sorted(drawn.values()), strict=True))
 )
 
 
-@LOADED
 @given(tables, st.floats(0, 1), st.floats(0, 1))
 def test_sizes_rise_and_meet_their_table(table: dict[float, float], u: float, v: float) -> None:
     sizes = Sizes(table)
@@ -32,7 +30,7 @@ def test_sizes_rise_and_meet_their_table(table: dict[float, float], u: float, v:
         assert sizes.at(percent / 100) == pytest.approx(size, abs=1)
 
 
-@pytest.mark.parametrize("table", [{}, {50: 0.5}, {-1: 3}, {101: 3}, {10: 5, 20: 4}])
+@pytest.mark.parametrize("table", [{}, {50: 0.5}, {-1: 3}, {101: 3}, {10: 5, 20: 4}, {50: 1e8}, {50: math.nan}, {math.nan: 5}])
 def test_tables_that_are_none(table: dict[float, float]) -> None:
     with pytest.raises(ValueError, match="percentiles are of 0 to 100"):
         Sizes(table)
@@ -41,7 +39,7 @@ def test_tables_that_are_none(table: dict[float, float]) -> None:
 def test_counts_have_their_weights() -> None:
     counts = Counts({1: 3, 5: 1})
     assert [counts.at(u) for u in (0, 0.74, 0.76, 1)] == [1, 1, 5, 5]
-    for wrong in ({}, {0: 1.0}, {1: 0.0}):
+    for wrong in ({}, {0: 1.0}, {1: 0.0}, {1: math.nan}, {1: math.inf}, {10**8: 1.0}):
         with pytest.raises(ValueError, match="counts are 1 or more"):
             Counts(wrong)
 

@@ -31,6 +31,7 @@ def lmm_line(second: float, num_images: object = 0) -> str:
         ('{"timestamp": 1, "input_length": 2}\n', "but has no output_length"),
         ('{"timestamp": 1,\n', "its first line is no JSON object"),
         ('[{"timestamp": 1}]\n', "no known form"),
+        ('{"timestamp": ' + "[" * 10_000 + "\n", "its first line is no JSON object"),
         ("2024-10-15T12:00:00Z,0,1,1\n", "no known form"),
         (HEADER, "azure-lmm without a row that can be used"),
         (HEADER + "x\ny\n", "without a row that can be used, 2 malformed; line 2: 1 values, the header has 4"),
@@ -87,6 +88,32 @@ def test_malformed_rows_are_named(tmp_path: Path, line: str, reason: str) -> Non
     assert [row.arrival_s for row in trace] == [0, 2]
     assert trace.malformed.count == 1
     assert trace.malformed.first[0].line_number == 3
+    assert reason in trace.malformed.first[0].reason
+
+
+MOONCAKE = '{"timestamp": 1, "input_length": 5, "output_length": 5, "hash_ids": [%s]}\n'
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (MOONCAKE % -1, "the name of a prefix block is not within 0 and 2^63"),
+        (MOONCAKE % 2**63, "the name of a prefix block is not within 0 and 2^63"),
+        (MOONCAKE % ("[" * 10_000), ""),
+        (MOONCAKE.replace("1", "1e999") % 1, "out of range"),
+        (MOONCAKE.replace("5", "true", 1) % 1, "Expected `int`, got `bool` - at `$.input_length`"),
+        (MOONCAKE.replace("5", "1e30", 1) % 1, "Expected `int`, got `float` - at `$.input_length`"),
+        (MOONCAKE.replace("5", "99999999999", 1) % 1, "a count is not within 0 and"),
+        ("null\n", "Expected `object`, got `null`"),
+        ("[" * 10_000 + "\n", ""),
+    ],
+)
+def test_malformed_objects_are_named(tmp_path: Path, line: str, reason: str) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(MOONCAKE % 1 + line + MOONCAKE % (2**63 - 1))
+    trace = open_trace(path)
+    assert [row.prefix_ids for row in trace] == [(1,), (2**63 - 1,)]
+    assert (trace.malformed.count, trace.malformed.first[0].line_number) == (1, 2)
     assert reason in trace.malformed.first[0].reason
 
 
