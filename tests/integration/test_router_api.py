@@ -197,9 +197,12 @@ async def test_max_tokens_and_the_finish_reason_length(world: World) -> None:
     response = await world.ask(max_tokens=50, max_completion_tokens=3)
     assert response.json()["choices"][0]["finish_reason"] == "length"
     assert response.json()["usage"]["completion_tokens"] == 3
-    await world.ask()
-    unbounded = stages["prefill"].seen[1]
-    assert unbounded.sampling.max_tokens == world.max_model_len - unbounded.prompt.num_tokens
+    await world.ask("hi")
+    await world.ask([words("hi"), picture()])
+    _, text, pictured = stages["prefill"].seen
+    assert pictured.prompt.num_tokens == text.prompt.num_tokens + IMAGE_TOKENS + 2, "expanded, between two marks"
+    for unbounded in (text, pictured):
+        assert unbounded.sampling.max_tokens == world.max_model_len - unbounded.prompt.num_tokens
 
 
 async def test_a_long_prompt_does_not_ride_on_the_bus(world: World) -> None:
