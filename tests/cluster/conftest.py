@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from support.cases import random_case
-from support.cluster import FEW_INFLIGHT, MAX_BODY_BYTES, Cluster
+from support.cluster import FEW_INFLIGHT, MAX_BODY_BYTES, STARTER, Cluster
 from support.reference import Reference
 from support.watch import Watch
 
@@ -86,8 +86,10 @@ def start_for_all(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="session")
 def shared_cluster(start_for_all: StartCluster) -> Cluster:
-    """For tests that only send requests. Heartbeats come more often than by default: whoever waits for rest waits for one."""
-    return start_for_all(TRIPTYCH_MAX_BODY_BYTES=str(MAX_BODY_BYTES), TRIPTYCH_HEARTBEAT_INTERVAL_S="0.2")
+    """For tests that only send requests, until the last of all kills its starter. Heartbeats come more often than by default:
+    whoever waits for rest waits for one."""
+    env = {"TRIPTYCH_MAX_BODY_BYTES": str(MAX_BODY_BYTES), "TRIPTYCH_HEARTBEAT_INTERVAL_S": "0.2"}
+    return start_for_all(starter=STARTER, **env)
 
 
 @pytest.fixture(scope="session")

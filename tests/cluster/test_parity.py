@@ -17,7 +17,7 @@ from support.reference import Reference
 from support.watch import Watch
 
 NUM_ALL = 200  # the acceptance list's number
-NUM_SOME = 24
+NUM_SOME = 20
 MAX_PAYLOAD_BYTES = 65_536  # the issue: nothing larger than 64 KB rides on NATS
 
 

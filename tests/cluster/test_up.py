@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -24,7 +23,6 @@ from support.reference import Reference
 MAX_READY_S = 30.0  # the acceptance bound, on 2 cores
 MAX_PSS_BYTES = 3_000_000_000  # the acceptance bound, tiny checkpoint
 GONE_WITHIN_S = 15.0  # chosen: noticed within half a second, and then as on SIGTERM
-STARTER = (sys.executable, "-c", "import subprocess, sys; subprocess.run(sys.argv[1:])")
 
 
 def pss_bytes(process: psutil.Process) -> int:
@@ -43,10 +41,9 @@ def listening(process: psutil.Process) -> list[tuple[str, int]]:
     ]
 
 
-def test_it_starts_quickly_is_small_and_ends_with_its_starter(
-    start_cluster: Callable[..., Cluster], reference: Reference
-) -> None:
-    cluster = start_cluster(starter=STARTER)
+def test_it_starts_quickly_and_is_small(shared_cluster: Cluster, reference: Reference) -> None:
+    """Small even after all that the other tests did to it."""
+    cluster = shared_cluster
     assert cluster.is_ready()
     lines = (cluster.folder / "out").read_text().splitlines()
     assert len(lines) == 1, "a program that starts a cluster reads one line"
@@ -59,10 +56,6 @@ def test_it_starts_quickly_is_small_and_ends_with_its_starter(
     print(f"ready after {cluster.info['ready_s']:.1f} s; {told_bytes / 1e6:.0f} MB then, {total_bytes / 1e6:.0f} MB now")
     assert total_bytes < MAX_PSS_BYTES
     assert total_bytes / 4 < told_bytes < MAX_PSS_BYTES
-    assert len(cluster.processes()) >= 12, "starter, up, two servers, template, six services, decode workers"
-    cluster.process.kill()
-    cluster.process.wait(10)
-    wait_for(lambda: not cluster.processes(), GONE_WITHIN_S, "the end of all processes of a killed starter")
 
 
 async def _answers(cluster: Cluster, reference: Reference, cases: list) -> None:  # type: ignore[type-arg]
@@ -149,3 +142,11 @@ async def test_ctrl_c_leaves_nothing(demo_cluster: Cluster) -> None:
     assert not ports & still
     assert not list(cluster.temp_dir.rglob("*")), "files were left in the temporary folder"
     assert "Traceback" not in cluster.log()
+
+
+def test_a_cluster_ends_with_the_program_that_started_it(shared_cluster: Cluster) -> None:
+    """Which is killed, and can't stop it."""
+    assert len(shared_cluster.processes()) >= 12, "starter, up, two servers, template, six services, decode workers"
+    shared_cluster.process.kill()
+    shared_cluster.process.wait(10)
+    wait_for(lambda: not shared_cluster.processes(), GONE_WITHIN_S, "the end of all processes of a killed starter")

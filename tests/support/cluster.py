@@ -27,6 +27,11 @@ T = TypeVar("T")
 START_TIMEOUT_S = 90.0  # chosen: a loaded 2-core machine; the bound that the product promises is tested in test_up.py
 STOP_TIMEOUT_S = 45.0
 MAX_BODY_BYTES = 4 << 20  # of the shared cluster: small, so that a test can go over it quickly
+STARTER = (  # a program that runs a cluster, may be killed, and leaves Ctrl-C to it
+    sys.executable,
+    "-c",
+    "import signal, subprocess, sys; signal.signal(signal.SIGINT, lambda *_: 0); sys.exit(subprocess.call(sys.argv[1:]))",
+)
 FEW_INFLIGHT = 4  # requests that the colocated cluster takes at a time
 
 
