@@ -140,16 +140,16 @@ def serve(
 def status(settings: Settings, as_json: JsonFlag = False) -> None:
     """Show the processes of a running cluster: roles, queues, memory, threads."""
     import msgspec  # with rich's tables and the NATS client: not for --help
-    from rich.console import Console
 
     from triptych.services.cluster_view import fetch_status, print_status
+    from triptych.shared.console import table_console
 
     _log_to_terminal(settings)
     reply = asyncio.run(fetch_status(settings))
     if as_json:
         sys.stdout.write(msgspec.json.encode(reply).decode() + "\n")
     else:
-        print_status(reply, Console(width=None if sys.stdout.isatty() else 200))
+        print_status(reply, table_console())
 
 
 @app.command(context_settings=EXTRA_ARGUMENTS)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from triptych.loadgen.bench.models import DEMO_CHECKPOINT, checkpoint_folder
 from triptych.loadgen.bench.report import Report
@@ -17,9 +16,9 @@ from triptych.loadgen.bench.runner import MIN_RUNS, BenchFailed, Plan
 from triptych.loadgen.checkpoint import KINDS
 from triptych.loadgen.client import AnswerFailed
 from triptych.loadgen.cluster import ClusterFailed
+from triptych.shared.console import table_console
 
 NOT_MEASURED_STATUS = 2
-PLAIN_WIDTH = 200  # columns where no terminal bounds them
 
 bench = typer.Typer(
     no_args_is_help=True, help="Ours beside what else there is, in one run. Exit status: 1 when a bar does not hold."
@@ -38,8 +37,7 @@ def finish(measuring: Coroutine[Any, Any, Report], as_json: bool) -> None:
     except (BenchFailed, ClusterFailed, AnswerFailed) as error:
         sys.stderr.write(f"{error}\n")
         raise typer.Exit(NOT_MEASURED_STATUS) from None
-    console = Console()
-    report.print(console if console.is_terminal else Console(width=PLAIN_WIDTH))
+    report.print(table_console())
     if as_json:
         sys.stdout.write(report.to_json() + "\n")
     raise typer.Exit(0 if report.holds else 1)

@@ -16,10 +16,10 @@ from triptych.loadgen.report.compare import compare, print_comparison
 from triptych.loadgen.report.results import ReportFailed, make_report, read_report, write_report
 from triptych.loadgen.report.schema import Report
 from triptych.loadgen.report.table import print_report
+from triptych.shared.console import table_console
 from triptych.shared.units import plain
 
 FAILED_STATUS = 2
-PLAIN_WIDTH = 200  # columns where no terminal bounds them
 
 AsJson = Annotated[bool, typer.Option("--json", help="one JSON object as the last line")]
 
@@ -32,7 +32,7 @@ def publish(folder: Path) -> Report:
     """
     with Console(stderr=True).status("Making the report ..."):  # of a million requests it takes a minute
         report = make_report(folder)
-    console = _console()
+    console = table_console()
     print_report(report, console)
     names = (plain(str(file)) for file in write_report(report, folder))
     console.print(*names, style="dim", markup=False, highlight=False, soft_wrap=True)
@@ -57,7 +57,7 @@ def compare_command(
     """Two replays side by side: B's figures over A's, and which conditions differ."""
     with _failing():
         comparison = compare(read_report(a), read_report(b))
-    print_comparison(comparison, _console())
+    print_comparison(comparison, table_console())
     if as_json:
         sys.stdout.write(msgspec.json.encode(comparison).decode() + "\n")
 
@@ -66,11 +66,6 @@ def register(app: typer.Typer) -> None:
     """Add both commands."""
     app.command("report")(report_command)
     app.command("compare")(compare_command)
-
-
-def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=PLAIN_WIDTH)
 
 
 @contextmanager

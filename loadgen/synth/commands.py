@@ -17,10 +17,10 @@ from triptych.loadgen.synth.scaling import Wishes, as_wished
 from triptych.loadgen.synth.workload import load_workload
 from triptych.loadgen.traces.trace import TraceError
 from triptych.loadgen.traces.writer import write_trace
+from triptych.shared.console import table_console
 from triptych.shared.units import plain
 
 WORKLOADS = "azure-lmm, bursts, chat-reuse, day, image-light, servegen, or a .toml file of yours"
-PLAIN_WIDTH = 120  # columns where no terminal bounds them
 
 synth = typer.Typer()
 
@@ -53,8 +53,7 @@ def synth_command(
     except TraceError as error:
         sys.stderr.write(f"{plain(str(error))}\n")
         raise typer.Exit(2) from None
-    console = Console()
-    console = console if console.is_terminal else Console(width=PLAIN_WIDTH)
+    console = table_console()
     console.print(wished.about, highlight=False, markup=False)
     console.print(made.table(wished.published))
     console.print(

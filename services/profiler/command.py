@@ -15,6 +15,7 @@ from rich.progress import Progress, TaskID
 from triptych.services.profiler.plot import write_plot
 from triptych.services.profiler.summary import as_json, print_summary, warnings
 from triptych.shared.checkpoint import Checkpoint
+from triptych.shared.console import table_console
 from triptych.shared.cost_model.derived import TypicalRequest, derive, isolated_slo
 from triptych.shared.cost_model.profile import Machine, Profile, read_profile, write_profile
 from triptych.shared.environment import process_environment
@@ -62,7 +63,7 @@ def run_profile(
         document = {"profile": str(options.load or options.out), **as_json(profile, TYPICAL, derived)}
         sys.stdout.write(json.dumps(document) + "\n")
     else:
-        print_summary(profile, TYPICAL, derived, Console(width=None if sys.stdout.isatty() else 200))
+        print_summary(profile, TYPICAL, derived, table_console())
         if not options.load:
             sys.stdout.write(f"wrote {options.out} and {options.out.with_suffix('.svg').name}\n")
     for line in warnings(profile):

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from rich.console import Console
 from rich.table import Table
 
+from triptych.shared.console import table_console
 from triptych.shared.cost_model.api import CostModel
 from triptych.shared.cost_model.derived import (
     Capacity,
@@ -69,7 +69,7 @@ def tell_published(choice: TpChoice, request: TypicalRequest, is_json: bool) -> 
         }
         sys.stdout.write(json.dumps(document) + "\n")
         return
-    console = Console(width=None if sys.stdout.isatty() else 200)
+    console = table_console()
     slo = f"TTFT {duration(choice.slo.ttft_s)}, TBT {duration(choice.slo.tbt_s)}"
     console.print(f"emulated: from published figures, nothing was measured; within {slo}", markup=False, highlight=False)
     console.print(_table(choice))
