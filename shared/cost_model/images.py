@@ -67,10 +67,8 @@ class TilesAndThumbnail:
 
     def _num_tiles(self, width: int, height: int) -> int:
         """Of equally near ratios the larger grid, if the picture has at least half as many pixels as it."""
-        sides = range(1, self.max_tiles + 1)
-        grids = sorted((w * h, w, h) for w in sides for h in sides if w * h <= self.max_tiles)
         best, best_distance = 1, math.inf
-        for num_tiles, w, h in grids:
+        for num_tiles, w, h in _grids(self.max_tiles):
             distance = abs(width / height - w / h)
             is_filled = width * height > 0.5 * num_tiles * self.tile_side**2
             if distance < best_distance or (distance == best_distance and is_filled):
@@ -92,9 +90,12 @@ class TiledCanvas:
         return ImageShape(self._num_tiles(width, height) * self.tokens_per_tile, 1, self.max_tiles * self.tokens_per_tile)
 
     def _num_tiles(self, width: int, height: int) -> int:
-        sides = range(1, self.max_tiles + 1)
-        grids = [(w, h) for w in sides for h in sides if w * h <= self.max_tiles]
-        scales = {(w, h): self.tile_side * min(w / width, h / height) for w, h in grids}
-        enlarging = [scale for scale in scales.values() if scale >= 1]
-        scale = min(enlarging) if enlarging else max(scales.values())
-        return min(w * h for (w, h), its in scales.items() if its == scale)
+        scales = [(self.tile_side * min(w / width, h / height), num_tiles) for num_tiles, w, h in _grids(self.max_tiles)]
+        scale = min((scale for scale, _ in scales if scale >= 1), default=max(scales)[0])
+        return min(num_tiles for its, num_tiles in scales if its == scale)
+
+
+def _grids(max_tiles: int) -> list[tuple[int, int, int]]:
+    """Tiles, columns and rows, fewest tiles first."""
+    sides = range(1, max_tiles + 1)
+    return sorted((w * h, w, h) for w in sides for h in sides if w * h <= max_tiles)
