@@ -16,6 +16,7 @@ import socket
 import sys
 import tempfile
 import time
+from typing import NoReturn
 
 import msgspec
 
@@ -95,6 +96,19 @@ def _become(request: ForkRequest, output: int, launcher_pid: int) -> None:
     sys.argv = ["triptych", *request.arguments]
 
 
+def run_and_leave() -> NoReturn:
+    """The `triptych` command, which has cleaned up when it returns. The interpreter is not taken down as well: freeing what
+    was imported would copy its 200 MB first (measured: 0.4 s of CPU, of each fork)."""
+    status: object = 0
+    try:
+        importlib.import_module("triptych.services.cli").main()
+    except SystemExit as ended:
+        status = ended.code or 0
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status if isinstance(status, int) else 1)
+
+
 def main() -> None:
     """Entry point of the template, and then of each fork."""
     control = socket.socket(fileno=int(sys.argv[1]))
@@ -103,7 +117,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # the collector would write to every page that the forks share
     if serve_forks(control, int(sys.argv[2])) is not None:
-        importlib.import_module("triptych.services.cli").main()
+        run_and_leave()
 
 
 if __name__ == "__main__":
