@@ -98,12 +98,14 @@ class TraceContent:
         self._seed = seed
         self._is_natural = is_natural
         self.num_cut = 0  # requests that were too long for the model
+        self.num_longer = 0  # than the trace has them: what is not text of their own takes more
 
     def message(self, index: int, row: TraceRow, num_history_tokens: int) -> Message:
         pictures = self._pictures(index, row)
         num_context_tokens, num_output_tokens = self._fitted(row)
         num_image_tokens = sum(self._costs.of_picture(picture.width * picture.height) for picture in pictures)
         num_text_tokens = num_context_tokens - num_history_tokens - num_image_tokens - self._costs.per_request
+        self.num_longer += num_text_tokens < 0
         num_words = max(1, round(num_text_tokens / self._costs.per_word))
         shared = () if num_history_tokens else tuple(self._shared(row, num_words))
         num_shared_words = min(num_words, len(row.prefix_ids) * self._block_words(row)) if shared else 0

@@ -76,8 +76,9 @@ class _Sending:
 
 
 class OpenLoop:
-    """`run` sends rows; `record` gets each outcome as soon as there is one. num_due: rows whose time has come. trace_error:
-    why the rows ended early, if they did. error_examples: by kind, what was said the first time."""
+    """`run` sends rows; `record` gets each outcome as soon as there is one. num_due: rows whose time has come; next_s:
+    when the next one's comes. trace_error: why the rows ended early, if they did. error_examples: by kind, what was said first.
+    """
 
     def __init__(
         self,
@@ -96,6 +97,7 @@ class OpenLoop:
         self._open = asyncio.Semaphore(MAX_OPEN)
         self._num_tokens = self._num_chunks = 1  # of whole answers: servers may send several tokens at once
         self.num_due = 0
+        self.next_s = 0.0
         self.trace_error = ""
         self.error_examples: dict[str, str] = {}
 
@@ -121,6 +123,7 @@ class OpenLoop:
                 async for row in ahead:
                     if not self.num_due:
                         self._clock.start()
+                    self.next_s = row.arrival_s
                     if (left_s := row.arrival_s - self._clock()) > 0:
                         await asyncio.sleep(left_s)
                     await self._open.acquire()

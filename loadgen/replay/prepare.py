@@ -66,19 +66,31 @@ async def prepare(http: aiohttp.ClientSession, trace: Trace, options: ReplayOpti
     else:
         tell("Measuring what prompts cost in tokens ...")
         words = Words(options.send.seed)
-        pictures = pool.extremes() if pool is not None and has_pictures else []
         count_prompt = _prompt_counter(Exchange(http, target), words, is_forced=not options.is_natural)
-        costs = await measure_token_costs(count_prompt, pictures, target.max_model_len)
+        costs = await _token_costs(count_prompt, pool, target.max_model_len, has_pictures)
         content = TraceContent(words, pool, costs, options.send.seed, options.is_natural)
     isolated = dict(options.isolated)
     if options.unmeasured_classes:
         tell("Measuring isolated latencies ...")
         isolated |= await _measure_isolated(Exchange(http, target), content, peeked, options)
     if isinstance(content, TraceContent):
-        content.num_cut = 0  # what was measured alone is no part of the replay
+        content.num_cut = content.num_longer = 0  # what was measured alone is no part of the replay
     rows = itertools.chain(peeked, trace)
     total = len(peeked) if is_whole else None
     return Prepared(target, content, rows, total, costs, isolated, tuple(_notes(costs, pool if has_pictures else None)))
+
+
+async def _token_costs(
+    count_prompt: CountPrompt, pool: PicturePool | None, max_model_len: int | None, has_pictures: bool
+) -> TokenCosts:
+    """has_pictures: the first rows have some. Else later ones may, and a target that takes none is none the worse for it."""
+    pictures = [] if pool is None else pool.extremes()
+    try:
+        return await measure_token_costs(count_prompt, pictures, max_model_len)
+    except TargetFailed:
+        if has_pictures or not pictures:
+            raise
+        return await measure_token_costs(count_prompt, (), max_model_len)
 
 
 def _prompt_counter(exchange: Exchange, words: Words, is_forced: bool) -> CountPrompt:
@@ -91,7 +103,8 @@ def _prompt_counter(exchange: Exchange, words: Words, is_forced: bool) -> CountP
         await exchange.ask((), Message(user_message((), pictures, text), len(pictures), 1, is_forced), stream)
         if stream.error is not None:
             what = "a first picture" if pictures else "a first request"
-            raise TargetFailed(f"the target did not answer {what}: {stream.error}, {stream.told}")
+            hint = "; --natural asks without ignore_eos" if is_forced and stream.error == "http_400" else ""
+            raise TargetFailed(f"the target did not answer {what}: {stream.error}, {stream.told}{hint}")
         return stream.num_prompt_tokens
 
     return count

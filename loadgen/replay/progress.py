@@ -14,6 +14,7 @@ from triptych.loadgen.replay.outcome import RequestOutcome
 NUM_RECENT = 1000  # outcomes that percentiles are of; chosen
 REDRAW_EVERY_S = 0.5  # a redraw takes a few milliseconds of the sender's loop
 LINE_EVERY_S = 10.0  # chosen
+LONG_WAIT_S = 10.0  # chosen: who watches wonders by then
 
 
 class Live:
@@ -40,8 +41,8 @@ class Live:
             self._ttfts_s.append(outcome.ttft_s)
         self._lags_s.append(outcome.send_lag_s)
 
-    def line(self, elapsed_s: float, num_due: int) -> str:
-        """All since the start, percentiles of the last NUM_RECENT."""
+    def line(self, elapsed_s: float, num_due: int, next_s: float = 0.0) -> str:
+        """All since the start, percentiles of the last NUM_RECENT. next_s: when the next request is due."""
         parts = [f"{elapsed_s:.0f} s: {num_due:,} due, {num_due - self.num_ended:,} running, {self.num_good:,} answered"]
         parts += [f"{count:,} {kind}" for kind, count in self.errors.most_common()]
         if self._num_known:
@@ -51,6 +52,8 @@ class Live:
             parts.append(f"TTFT p50 {_percentile(ordered, 50):.3g} s p99 {_percentile(ordered, 99):.3g} s")
         if self._lags_s:
             parts.append(f"send lag p99 {1000 * _percentile(sorted(self._lags_s), 99):.1f} ms")
+        if next_s - elapsed_s > LONG_WAIT_S:
+            parts.append(f"nothing is due for {next_s - elapsed_s:,.0f} s")
         return ", ".join(parts)
 
 

@@ -121,7 +121,7 @@ class _Run:
 
     def _line(self, exchange: Exchange, loop: OpenLoop) -> str:
         self._outcomes.flush()
-        return self._live.line(exchange.clock(), loop.num_due)
+        return self._live.line(exchange.clock(), loop.num_due, loop.next_s)
 
     @contextmanager
     def _ctrl_c_stops(self) -> Iterator[None]:
@@ -182,6 +182,9 @@ def _with_told(conditions: Conditions, content: Content, loop: OpenLoop) -> Cond
     notes = conditions.notes
     if isinstance(content, TraceContent) and content.num_cut:
         notes = (*notes, f"{content.num_cut:,} requests were longer than the model's context and were cut to fit.")
+    if isinstance(content, TraceContent) and content.num_longer:
+        why = "their pictures, what was said before, or the chat template take more tokens than the trace has in all"
+        notes = (*notes, f"{content.num_longer:,} prompts are longer than in the trace: {why}.")
     return replace(conditions, notes=notes, error_examples=loop.error_examples)
 
 

@@ -49,7 +49,8 @@ def _of_the_run(conditions: Conditions) -> Iterator[str]:
         yield conditions.message
     yield from conditions.notes
     if conditions.num_malformed_rows:
-        yield f"{conditions.num_malformed_rows:,} malformed rows of the trace were left out."
+        first = f" The first: {conditions.malformed_rows[0]}." if conditions.malformed_rows else ""
+        yield f"{conditions.num_malformed_rows:,} malformed rows of the trace were left out.{first}"
 
 
 def _of_the_tokens(whole: Tally) -> Iterator[str]:

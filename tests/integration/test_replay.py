@@ -149,7 +149,7 @@ async def test_latency_counts_from_the_schedule_and_the_cap_is_kept(tmp_path: Pa
         (Reply(["a"], event=b"data: " + b"x" * (3 << 20)), "broken_stream", "over 1 MB"),
         (Reply(["a"], usage={"prompt_tokens": -1, "completion_tokens": 2}), "broken_stream", "cannot be read"),
         (Reply(["a"], usage={"prompt_tokens": 10**400, "completion_tokens": 2}), "broken_stream", "cannot be read"),
-        (Reply(["a"], event=b'data: {"choices":[{"del', ending="no_done"), "broken_stream", "DONE"),
+        (Reply(["a"], event=b'data: {"choices":[{"del', ending="no_done", usage=None), "broken_stream", "DONE"),
     ],
 )
 async def test_errors_of_each_kind(reply: Reply, error: str, told: str, tmp_path: Path) -> None:
@@ -358,7 +358,9 @@ async def test_a_target_that_knows_no_ignore_eos(tmp_path: Path) -> None:
         return Reply(status=400) if "ignore_eos" in body else counting("x")(body)
 
     async with StubTarget(answer) as stub:
-        assert (await run(stub, TEXT, tmp_path)).conditions.ended == "target_unreachable"
+        refused = await run(stub, TEXT, tmp_path)
+        assert refused.conditions.ended == "target_unreachable"
+        assert "--natural asks without ignore_eos" in refused.conditions.message
         ran = await run(stub, TEXT, tmp_path, is_natural=True)
     assert ran.errors == [None] * len(TEXT)
 
@@ -387,6 +389,23 @@ async def test_a_trace_that_breaks_off(tmp_path: Path) -> None:
         ran = await run(stub, rows(), tmp_path, send=SendOptions(concurrency=32))
     assert (ran.conditions.ended, set(ran.errors)) == ("trace_broken", {None})
     assert "line 1101" in ran.conditions.message
+
+
+@pytest.mark.parametrize("takes_pictures", [True, False])
+async def test_pictures_that_only_come_later(takes_pictures: bool, tmp_path: Path) -> None:
+    """Their tokens are measured before; a target that takes none can still be asked for text."""
+
+    def answer(body: dict[str, Any]) -> Reply:
+        has_pictures = not isinstance(body["messages"][0]["content"], str)
+        return Reply(status=400) if has_pictures and not takes_pictures else counting("x")(body)
+
+    rows = [*[TraceRow(0.0, 20, 2)] * 1000, *[TraceRow(0.0, 100, 3, num_images=1)] * 3]
+    async with StubTarget(answer) as stub:
+        send = SendOptions(concurrency=32)
+        ran = await run(stub, rows, tmp_path, send=send, pictures=PictureOptions(size=(140, 140)))
+    assert ran.errors == [None] * 1000 + [None if takes_pictures else "http_400"] * 3
+    if takes_pictures:
+        assert [outcome.num_prompt_tokens for outcome in ran.outcomes if outcome.num_images] == pytest.approx([100] * 3, abs=3)
 
 
 async def test_what_is_emulated_says_so(tmp_path: Path) -> None:

@@ -99,6 +99,19 @@ def test_what_the_model_cannot_take_is_cut_and_counted(words: Words) -> None:
     assert content.num_cut == 2
 
 
+def test_prompts_that_are_longer_than_the_trace_has_them_are_counted(pool: PicturePool, words: Words) -> None:
+    """A picture of 280 x 280 is 100 tokens; a conversation repeats 200."""
+    content = TraceContent(words, pool, COSTS, seed=0)
+    for row, history in (
+        (TraceRow(0, 120, 1, 1), 0),
+        (TraceRow(0, 90, 1, 1), 0),
+        (TraceRow(0, 220, 1), 200),
+        (TraceRow(0, 90, 1), 200),
+    ):
+        content.message(0, row, history)
+    assert content.num_longer == 2
+
+
 def test_image_tokens_of_the_trace_choose_the_pictures(words: Words) -> None:
     content = TraceContent(words, PicturePool(PictureOptions(), seed=0), COSTS, seed=0)
     for num_image_tokens in (300, 600, 2000):

@@ -26,6 +26,8 @@ def test_what_is_said() -> None:
         "12 s: 1,007 due, 1,002 running, 3 answered, 1 http_503, 1 timeout, 50.0% of answers right, "
         "TTFT p50 0.25 s p99 0.25 s, send lag p99 2.0 ms"
     )
+    assert live.line(12.3, 1007, 22.0).endswith("2.0 ms")
+    assert live.line(12.3, 1007, 5012.3).endswith("2.0 ms, nothing is due for 5,000 s")
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

@@ -185,7 +185,12 @@ def test_a_class_without_limits_has_no_attainment() -> None:
         ([], {"ended": "running"}, "cut off"),
         ([], {"ended": "target_died", "message": "The target died."}, "The target died."),
         ([], {"notes": ("One more thing.",)}, "One more thing."),
-        ([], {"num_malformed_rows": 3}, "3 malformed rows"),
+        ([], {"num_malformed_rows": 3}, "3 malformed rows of the trace were left out."),
+        (
+            [],
+            {"num_malformed_rows": 3, "malformed_rows": ("line 7: no number",)},
+            "were left out. The first: line 7: no number.",
+        ),
         (
             [answered(0.0, 1.0)],
             {"slos": parse_slos(["text:ttft=50ms"]), "isolated": {"text": Isolated(9, 0.1, LatencyLine(0.1, 0.0))}},
