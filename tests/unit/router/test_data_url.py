@@ -19,7 +19,6 @@ RAW = bytes(range(256)) + b"\xfb\xff\xfe"  # its base64 has + and /
 PLAIN = base64.b64encode(RAW).decode()
 URL_SAFE = base64.urlsafe_b64encode(RAW).decode()
 LINES = "\r\n".join(PLAIN[i : i + 76] for i in range(0, len(PLAIN), 76))
-SHORT = base64.b64encode(b"1").decode()
 
 
 @pytest.mark.parametrize(
