@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import cast
 
 from triptych.services.router.record import Stage
+from triptych.shared.instance_info import StageLoad
 from triptych.shared.messages import Heartbeat, InstanceId
 from triptych.shared.registry import Registry
+
+_NO_LOAD = StageLoad("")
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +23,8 @@ class InstanceView:
     num_requests: int
     num_pending_tokens: int
     num_free_blocks: int
+    tokens_per_s: float
+    other_s: float
 
 
 @dataclass(slots=True)
@@ -61,6 +67,16 @@ class LoadBook:
         beats = self._registry.ready(service="preprocess") if stage == "preprocess" else self._registry.ready(role=stage)
         return [beat for beat in beats if beat.model is None or beat.model.revision == self._revision]
 
+    @property
+    def num_with_kv(self) -> int:
+        """Instances that may hold KV of prompts."""
+        return len({beat.instance_id for stage in ("prefill", "decode") for beat in self.instances(stage)})
+
+    def is_ready(self, instance_id: InstanceId) -> bool:
+        """Whether it is there and takes work."""
+        beat = self._registry.get(instance_id)
+        return beat is not None and beat.state == "ready"
+
     def views(self, stage: Stage, leave_out: Collection[InstanceId] = ()) -> list[InstanceView]:
         """Candidates for `stage`, less those that refused (leave_out) and those that nobody answered at."""
         return [
@@ -98,17 +114,30 @@ class LoadBook:
         return False
 
     def _view(self, beat: Heartbeat, stage: Stage) -> InstanceView:
-        load = next((load for load in beat.loads if load.stage == stage), None)
-        reported_requests = load.num_waiting + load.num_running if load else 0
-        reported_tokens = load.num_pending_tokens if load else 0
+        load = next((load for load in beat.loads if load.stage == stage), _NO_LOAD)
+        num_requests, num_tokens, tokens_since = self._work(beat, stage, load)
         free_blocks = beat.resources.num_free_blocks + beat.resources.num_cached_blocks
-        ours = self._outstanding.get((beat.instance_id, stage))
-        if ours is None:
-            return InstanceView(beat.instance_id, reported_requests, reported_tokens, free_blocks)
-        ours.see(beat)
         return InstanceView(
             beat.instance_id,
-            max(ours.num_requests, reported_requests + ours.requests_since),
-            max(ours.num_tokens, reported_tokens + ours.tokens_since),
-            free_blocks - max(0, ours.tokens_since) // self._block_size,
+            num_requests,
+            num_tokens,
+            free_blocks - max(0, tokens_since) // self._block_size,
+            load.tokens_per_s,
+            sum(self._pending_s(beat, other) for other in beat.loads if other.stage != stage),
         )
+
+    def _work(self, beat: Heartbeat, stage: Stage, load: StageLoad) -> tuple[int, int, int]:
+        """Requests and tokens of one stage there, ours that it has not told of included, and how many tokens these are."""
+        num_requests = load.num_waiting + load.num_running
+        ours = self._outstanding.get((beat.instance_id, stage))
+        if ours is None:
+            return num_requests, load.num_pending_tokens, 0
+        ours.see(beat)
+        num_requests = max(ours.num_requests, num_requests + ours.requests_since)
+        return num_requests, max(ours.num_tokens, load.num_pending_tokens + ours.tokens_since), ours.tokens_since
+
+    def _pending_s(self, beat: Heartbeat, load: StageLoad) -> float:
+        """Of computing. Tokens that are decoded are no work yet to do."""
+        if load.stage == "decode" or not load.tokens_per_s:
+            return 0.0
+        return self._work(beat, cast(Stage, load.stage), load)[1] / load.tokens_per_s

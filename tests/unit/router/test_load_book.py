@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from triptych.services.router.load_book import InstanceView, LoadBook
 from triptych.shared.instance_info import ModelCard, Resources, StageLoad
 from triptych.shared.messages import Heartbeat, InstanceId, Lost
@@ -35,7 +37,7 @@ def book_of(registry: Registry) -> LoadBook:
 def test_a_heartbeat_alone() -> None:
     registry = Registry(3.0)
     registry.on_event(beat(num_pending_tokens=70, num_waiting=2), 0.0)
-    assert book_of(registry).views("encoder") == [InstanceView(A, 2, 70, 15)]
+    assert book_of(registry).views("encoder") == [InstanceView(A, 2, 70, 15, 0.0, 0.0)]
     assert book_of(registry).views("prefill") == []
 
 
@@ -71,6 +73,20 @@ def test_blocks_of_what_was_dispatched() -> None:
     book = book_of(registry)
     with book.hold(A, "decode", 40):
         assert book.views("decode")[0].num_free_blocks == 13
+
+
+def test_the_engine_is_shared_with_other_stages() -> None:
+    registry = Registry(3.0)
+    loads = (
+        StageLoad("encoder", num_pending_tokens=70, tokens_per_s=100.0),
+        StageLoad("decode", num_pending_tokens=9, tokens_per_s=1.0),
+    )
+    registry.on_event(msgspec.structs.replace(beat(), loads=(*loads, StageLoad("prefill"))), 0.0)
+    book = book_of(registry)
+    with book.hold(A, "encoder", 30):
+        [encoder], [decode] = book.views("encoder"), book.views("decode")
+    assert (encoder.tokens_per_s, encoder.other_s) == (100.0, 0.0), "decoding is no work that is yet to do"
+    assert (decode.tokens_per_s, decode.other_s) == (1.0, 1.0)
 
 
 def test_suspects_are_left_out_until_they_beat_again() -> None:
