@@ -18,7 +18,7 @@ from triptych.loadgen.replay.slo import Isolated, Limits, Slo, class_wide, own_s
 CONDITIONS_FILE = "conditions.json"
 OUTCOMES_FILE = "outcomes.jsonl"  # one RequestOutcome a line, in the order in which they ended
 OptionValue = str | int | float | bool | list[str] | None
-Ended = Literal["running", "complete", "interrupted", "target_died", "target_unreachable", "trace_broken", "results_broken"]
+Ended = Literal["running", "complete", "interrupted", "target_died", "target_unreachable", "trace_empty", "results_broken"]
 
 
 @dataclass(frozen=True, slots=True)

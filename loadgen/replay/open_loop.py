@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import zlib
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -19,11 +18,9 @@ from triptych.loadgen.replay.outcome import UNFINISHED, RequestOutcome
 from triptych.loadgen.replay.sessions import Sessions
 from triptych.loadgen.replay.stream import AnswerStream
 from triptych.loadgen.traces.row import TraceRow
-from triptych.loadgen.traces.trace import TraceError
 
 BATCH_ROWS = 256  # read at once, in a thread; chosen: a fraction of a second's worth
 MAX_OPEN = 20_000  # requests that were due and have not ended; chosen: beyond it sending waits, and its lag shows that
-UNREADABLE = (TraceError, OSError, EOFError, zlib.error)  # the last three: of a file that is cut off or broken in the middle
 GRACE_S = 5.0  # chosen: what runs when the user stops the replay may end by itself
 
 
@@ -77,8 +74,7 @@ class _Sending:
 
 class OpenLoop:
     """`run` sends rows; `record` gets each outcome as soon as there is one. num_due: rows whose time has come; next_s:
-    when the next one's comes. trace_error: why the rows ended early, if they did. error_examples: by kind, what was said first.
-    """
+    when the next one's comes. error_examples: by kind, what was said first."""
 
     def __init__(
         self,
@@ -98,7 +94,6 @@ class OpenLoop:
         self._num_tokens = self._num_chunks = 1  # of whole answers: servers may send several tokens at once
         self.num_due = 0
         self.next_s = 0.0
-        self.trace_error = ""
         self.error_examples: dict[str, str] = {}
 
     async def run(self, rows: Iterator[TraceRow], stop: asyncio.Event) -> None:
@@ -118,19 +113,16 @@ class OpenLoop:
             self._due = requests.create_task(self._start_when_due(rows, requests))
 
     async def _start_when_due(self, rows: Iterator[TraceRow], requests: asyncio.TaskGroup) -> None:
-        try:
-            async with aclosing(read_ahead(rows)) as ahead:
-                async for row in ahead:
-                    if not self.num_due:
-                        self._clock.start()
-                    self.next_s = row.arrival_s
-                    if (left_s := row.arrival_s - self._clock()) > 0:
-                        await asyncio.sleep(left_s)
-                    await self._open.acquire()
-                    requests.create_task(self._request(self._options.first_index + self.num_due, row))
-                    self.num_due += 1
-        except UNREADABLE as error:
-            self.trace_error = str(error) or type(error).__name__
+        async with aclosing(read_ahead(rows)) as ahead:
+            async for row in ahead:
+                if not self.num_due:
+                    self._clock.start()
+                self.next_s = row.arrival_s
+                if (left_s := row.arrival_s - self._clock()) > 0:
+                    await asyncio.sleep(left_s)
+                await self._open.acquire()
+                requests.create_task(self._request(self._options.first_index + self.num_due, row))
+                self.num_due += 1
 
     async def _request(self, index: int, row: TraceRow) -> None:
         request = _Sending(index, row)

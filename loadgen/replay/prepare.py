@@ -46,7 +46,7 @@ async def prepare(http: aiohttp.ClientSession, trace: Trace, options: ReplayOpti
 
     Raises:
         TargetFailed: it isn't there, or refused.
-        TraceError: the trace's first rows can't be read.
+        TraceError: it has no row.
     """
     target = await find_target(http, options.target, options.model)
     peeked = await asyncio.to_thread(lambda: list(itertools.islice(trace, NUM_PEEKED)))

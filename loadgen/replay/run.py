@@ -21,7 +21,7 @@ from rich.console import Console
 from triptych.loadgen.replay.conditions import Conditions, Ended, write_conditions
 from triptych.loadgen.replay.content import Content, TraceContent
 from triptych.loadgen.replay.exchange import Exchange, client_session
-from triptych.loadgen.replay.open_loop import UNREADABLE, OpenLoop
+from triptych.loadgen.replay.open_loop import OpenLoop
 from triptych.loadgen.replay.options import ReplayOptions
 from triptych.loadgen.replay.outcome import RequestOutcome
 from triptych.loadgen.replay.outcomes_file import OutcomesWriter
@@ -29,7 +29,7 @@ from triptych.loadgen.replay.prepare import Prepared, prepare
 from triptych.loadgen.replay.progress import Live, show
 from triptych.loadgen.replay.target import TargetFailed, is_there
 from triptych.loadgen.replay.watchdog import Watchdog
-from triptych.loadgen.traces.trace import Trace
+from triptych.loadgen.traces.trace import Trace, TraceError
 from triptych.shared.units import plain
 
 MAX_CONNECTIONS = 65_536  # chosen: more than there are ports to connect from
@@ -74,8 +74,8 @@ class _Run:
                     prepared = await prepare(http, self._trace, self._options, self._tell)
                 except TargetFailed as error:
                     return self.end("target_unreachable", f"{_sentence(error)} Nothing was sent.")
-                except UNREADABLE as error:
-                    return self.end("trace_broken", _sentence(error))
+                except TraceError as error:
+                    return self.end("trace_empty", _sentence(error))
                 self.conditions = _with_prepared(self.conditions, prepared)
                 write_conditions(self.conditions, self._options.out)
                 await self._send(http, prepared)
@@ -110,8 +110,6 @@ class _Run:
             self.end("target_died", message)
         elif self._stop.is_set():
             self.end("interrupted", INTERRUPTED)
-        elif loop.trace_error:
-            self.end("trace_broken", f"The trace broke off: {loop.trace_error}")
         else:
             self.end("complete", "")
 
