@@ -24,7 +24,7 @@ from triptych.loadgen.replay.run import replay
 from triptych.loadgen.replay.slo import FORM, Isolated, parse_slos
 from triptych.loadgen.replay.target import API_KEY_VARIABLE, auth_headers, base_url
 from triptych.loadgen.report.commands import publish
-from triptych.loadgen.report.results import ReportFailed
+from triptych.loadgen.report.results import REPORT_FILES, ReportFailed
 from triptych.loadgen.traces.open import open_trace
 from triptych.loadgen.traces.trace import MAX_RATE_SCALE, PAPER_MAX_IMAGES, Trace, TraceError, TraceOptions
 from triptych.loadgen.undecodable import UNDECODABLE
@@ -114,7 +114,7 @@ def _run(trace: Trace, options: ReplayOptions) -> int:
     try:
         publish(options.out)
     except ReportFailed as error:
-        raise _refused(message or str(error)) from None
+        status, message = REFUSED_STATUS, f"{message}\n{error}".lstrip()
     except KeyboardInterrupt:
         status, message = INTERRUPTED_STATUS, f"No report was made; `loadgen report {options.out}` makes one."
     if message:
@@ -135,7 +135,10 @@ def _checked(name: str, parse: Callable[[Any], Parsed], given: object) -> Parsed
 
 
 def _make_folder(folder: Path) -> None:
+    """Without an earlier run's report: should this one have none, nobody is to take that for its."""
     folder.mkdir(parents=True, exist_ok=True)
+    for name in REPORT_FILES:
+        (folder / name).unlink(missing_ok=True)
 
 
 def _isolated_of(folder: Path | None) -> dict[str, Isolated]:

@@ -17,7 +17,7 @@ from triptych.loadgen.report.page import page
 from triptych.loadgen.report.schema import VERSION, Report
 from triptych.loadgen.undecodable import UNDECODABLE
 
-REPORT_FILE, TABLE_FILE, PAGE_FILE = "report.json", "report.csv", "report.html"
+REPORT_FILES = REPORT_FILE, TABLE_FILE, PAGE_FILE = "report.json", "report.csv", "report.html"
 UNREADABLE = (OSError, *UNDECODABLE)
 
 

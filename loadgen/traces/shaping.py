@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import count, islice
 from random import Random
 
+from triptych.loadgen.traces.form import SessionStates
 from triptych.loadgen.traces.row import TraceRow
 from triptych.loadgen.traces.trace import TraceOptions
 
@@ -52,15 +53,20 @@ def window(rows: Iterator[TraceRow], start_s: float, duration_s: float | None) -
 def rate_scaled(rows: Iterator[TraceRow], rates: Mapping[str, float], within_s: float, seed: int) -> Iterator[TraceRow]:
     """Each row becomes floor(rate + u) rows, u uniform: none, itself, or itself and copies up to within_s later.
 
-    Classes are drawn apart. A conversation is kept, dropped and copied as a whole: all its rows see the same u and delays.
+    Classes are drawn apart. A conversation is kept, dropped and copied as a whole: all its rows count as of the class of the
+    first one, and see the same u and delays.
     Copies are users of their own, with names and prefix ids of their own, so that prefixes repeat as often as in the trace.
     """
     draws = {name: Random(f"{seed} {name}") for name in rates}
     pending: list[tuple[float, int, TraceRow]] = []
     order = count()
+    classes: SessionStates[str] = SessionStates()
     for row in rows:
-        rng = draws[row.request_class] if row.session is None else Random(f"{seed} {row.session}")
-        for copy in range(int(rates[row.request_class] + rng.random())):
+        request_class, rng = row.request_class, draws[row.request_class]
+        if row.session is not None:
+            request_class, rng = classes.get(row.session, row.request_class), Random(f"{seed} {row.session}")
+            classes.remember(row.session, request_class)
+        for copy in range(int(rates[request_class] + rng.random())):
             made = _copy(row, copy, rng.uniform(0, within_s)) if copy else row
             heapq.heappush(pending, (made.arrival_s, next(order), made))
         while pending and pending[0][0] <= row.arrival_s:

@@ -12,6 +12,7 @@ from support.replay_results import CONDITIONS, write_results
 from triptych.loadgen.cli import main
 from triptych.loadgen.replay import commands
 from triptych.loadgen.replay.conditions import Conditions
+from triptych.loadgen.report import results
 from triptych.loadgen.traces.own import own_line
 from triptych.loadgen.traces.row import TraceRow
 
@@ -78,18 +79,40 @@ def test_a_key_that_no_header_can_have(trace: Path) -> None:
     assert "hush" not in done.output
 
 
-@pytest.mark.parametrize(
-    ("failing", "told"),
-    [("report.html", "the report cannot be written"), ("conditions.json.new", "The results cannot be written")],
-)
-def test_a_folder_that_nothing_can_be_written_to(failing: str, told: str, trace: Path) -> None:
-    """Where the report can still be made, it is shown."""
-    (trace.parent / "out" / failing).mkdir(parents=True)
+def test_a_folder_that_nothing_can_be_written_to(trace: Path) -> None:
+    (trace.parent / "out" / "conditions.json.new").mkdir(parents=True)
     done = CliRunner().invoke(main, ["replay", str(trace), "--target", NOWHERE, "--out", "out"])
-    assert done.exit_code in (1, 2)
-    assert told in done.output
-    assert ("requests" in done.output) == (failing == "report.html")
+    assert done.exit_code == 2
+    assert done.output.startswith("The results cannot be written: ")
     assert "Traceback" not in done.output
+
+
+def test_a_report_that_cannot_be_written_is_shown(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "PAGE_FILE", "nowhere/report.html")
+    done = CliRunner().invoke(main, ["replay", str(trace), "--target", NOWHERE, "--out", "out"])
+    assert done.exit_code == 2
+    assert "No server answers" in done.output
+    assert "the report cannot be written: " in done.output
+    assert "Traceback" not in done.output
+
+
+def test_no_report_of_an_earlier_run_is_left(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Should this run be killed, its folder must not look as if it had come to that one's figures."""
+    Path("out").mkdir()
+    Path("out/report.json").write_text("{}")
+
+    def look() -> None:
+        assert list(Path("out").iterdir()) == []
+        write_results(Path("out"), [])
+
+    async def replay(*_: object) -> Conditions:
+        look()
+        return CONDITIONS
+
+    monkeypatch.setattr(commands, "replay", replay)
+    done = CliRunner().invoke(main, ["replay", str(trace), "--target", NOWHERE, "--out", "out"])
+    assert done.exit_code == 0, done.output
+    assert Path("out/report.json").stat().st_size > 100
 
 
 def test_ctrl_c_while_the_report_is_made(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
