@@ -11,7 +11,7 @@ from pathlib import Path
 import nats
 import pytest
 
-from support.own_nats import OwnNats
+from support.own_server import OwnNats
 from triptych.shared.bus import Bus, RequestHandler
 from triptych.shared.errors import BadRequest, DeadlineExceeded, InstanceLost, InternalError, Overloaded, TriptychError
 from triptych.shared.messages import (

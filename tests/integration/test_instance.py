@@ -12,8 +12,9 @@ from typing import Any, TypeVar, cast
 
 import pytest
 import torch
+from blake3 import blake3
 
-from support.own_nats import OwnNats
+from support.own_server import OwnNats
 from triptych.services.instance import InstanceService, make_service
 from triptych.shared.bus import Bus
 from triptych.shared.checkpoint import Checkpoint, image_info, open_checkpoint
@@ -192,7 +193,7 @@ def _picture(rng: torch.Generator, checkpoint: Checkpoint) -> tuple[ImageInfo, t
     unit = checkpoint.image.patch_size * checkpoint.image.merge_size
     height, width = (unit * int(n) for n in torch.randint(2, 5, (2,), generator=rng))
     pixels = torch.randint(0, 256, (height, width, 3), generator=rng, dtype=torch.uint8)
-    return image_info(height, width, checkpoint.image), pixels
+    return image_info(height, width, checkpoint.image, blake3(pixels.numpy().tobytes()).digest()), pixels
 
 
 @pytest.fixture
@@ -230,7 +231,7 @@ async def router(tiny_checkpoint: Path, tmp_path: Path, request: pytest.FixtureR
             await until(service.is_idle, f"{name} is idle")
             report = service.report()
             assert report.resources is not None
-            assert report.resources.num_free_blocks == report.resources.num_blocks > 0
+            assert report.resources.num_free_blocks + report.resources.num_cached_blocks == report.resources.num_blocks > 0
             service._context.engine.block_pool.check_integrity()
 
 

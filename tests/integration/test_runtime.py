@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from support.own_nats import OwnNats
+from support.own_server import OwnNats
 from triptych.services.launcher.child import ChildSpec
 from triptych.services.launcher.child_log import ChildLog
 from triptych.services.launcher.local import LocalLauncher, Slot

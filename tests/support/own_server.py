@@ -1,4 +1,4 @@
-"""A NATS server that a test may kill and start again on its port: the product's own configuration of it."""
+"""A NATS or Valkey server that a test may kill and start again on its port: the product's own configuration of it."""
 
 from __future__ import annotations
 
@@ -7,24 +7,18 @@ import signal
 import subprocess
 from pathlib import Path
 
-from triptych.services.launcher.embedded import EmbeddedNats
+from triptych.services.launcher.embedded import EmbeddedNats, EmbeddedServer, EmbeddedValkey
 from triptych.shared.tied_exec import tied
 
 TIMEOUT_S = 20.0
 
 
-class OwnNats:
+class OwnServer:
     """`await OwnNats.start(folder)`; stop() is idempotent."""
 
-    def __init__(self, folder: Path) -> None:
-        self._server = EmbeddedNats(folder)
+    def __init__(self, server: EmbeddedServer) -> None:
+        self._server = server
         self._process: subprocess.Popen[bytes] | None = None
-
-    @classmethod
-    async def start(cls, folder: Path) -> OwnNats:
-        own = cls(folder)
-        await own.start_again()
-        return own
 
     @property
     def url(self) -> str:
@@ -38,7 +32,8 @@ class OwnNats:
     async def start_again(self) -> None:
         spec = self._server.spec()
         command = tied(*spec.command)
-        self._process = subprocess.Popen(command, stderr=subprocess.DEVNULL)  # noqa: ASYNC220 - starting takes no time
+        quiet = subprocess.DEVNULL
+        self._process = subprocess.Popen(command, stdout=quiet, stderr=quiet)  # noqa: ASYNC220 - starting takes no time
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 await self._server.wait_ready(self._process.pid)
@@ -50,3 +45,19 @@ class OwnNats:
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(number)
             self._process.wait(TIMEOUT_S)
+
+
+class OwnNats(OwnServer):
+    @classmethod
+    async def start(cls, folder: Path) -> OwnNats:
+        own = cls(EmbeddedNats(folder))
+        await own.start_again()
+        return own
+
+
+class OwnValkey(OwnServer):
+    @classmethod
+    async def start(cls, folder: Path) -> OwnValkey:
+        own = cls(EmbeddedValkey(folder))
+        await own.start_again()
+        return own
