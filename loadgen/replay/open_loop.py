@@ -74,7 +74,8 @@ class _Sending:
 
 class OpenLoop:
     """`run` sends rows; `record` gets each outcome as soon as there is one. num_due: rows whose time has come; next_s:
-    when the next one's comes. error_examples: by kind, what was said first."""
+    when the next one's comes. was_full: whether sending waited, as MAX_OPEN requests had not ended. error_examples: by kind,
+    what was said first."""
 
     def __init__(
         self,
@@ -94,6 +95,8 @@ class OpenLoop:
         self._num_tokens = self._num_chunks = 1  # of whole answers: servers may send several tokens at once
         self.num_due = 0
         self.next_s = 0.0
+        self.was_full = False
+        self._is_stopping = False
         self.error_examples: dict[str, str] = {}
 
     async def run(self, rows: Iterator[TraceRow], stop: asyncio.Event) -> None:
@@ -103,6 +106,7 @@ class OpenLoop:
             stopping = group.create_task(stop.wait())
             await asyncio.wait({sending, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if not sending.done():
+                self._is_stopping = True
                 self._due.cancel()
                 await asyncio.wait({sending}, timeout=GRACE_S)
                 sending.cancel()
@@ -120,6 +124,7 @@ class OpenLoop:
                 self.next_s = row.arrival_s
                 if (left_s := row.arrival_s - self._clock()) > 0:
                     await asyncio.sleep(left_s)
+                self.was_full |= self._open.locked()
                 await self._open.acquire()
                 requests.create_task(self._request(self._options.first_index + self.num_due, row))
                 self.num_due += 1
@@ -147,6 +152,9 @@ class OpenLoop:
             # A user who is still reading the last answer asks later than the trace has it: that is no lag of ours.
             request.scheduled_s = max(row.arrival_s, history.ended_s)
             async with self._places:
+                if self._is_stopping:
+                    stream.fail(UNFINISHED, "")
+                    return
                 request.message = message = self._content.message(request.index, row, history.num_tokens)
                 keeps_history = row.session is not None and self._content.keeps_history
                 stream.keeps_text = keeps_history or message.answer is not None

@@ -21,7 +21,7 @@ from rich.console import Console
 from triptych.loadgen.replay.conditions import Conditions, Ended, write_conditions
 from triptych.loadgen.replay.content import Content, TraceContent
 from triptych.loadgen.replay.exchange import Exchange, client_session
-from triptych.loadgen.replay.open_loop import OpenLoop
+from triptych.loadgen.replay.open_loop import MAX_OPEN, OpenLoop
 from triptych.loadgen.replay.options import ReplayOptions
 from triptych.loadgen.replay.outcome import RequestOutcome
 from triptych.loadgen.replay.outcomes_file import OutcomesWriter
@@ -183,6 +183,11 @@ def _with_told(conditions: Conditions, content: Content, loop: OpenLoop) -> Cond
     if isinstance(content, TraceContent) and content.num_longer:
         why = "their pictures, what was said before, or the chat template take more tokens than the trace has in all"
         notes = (*notes, f"{content.num_longer:,} prompts are longer than in the trace: {why}.")
+    if loop.was_full:
+        notes = (
+            *notes,
+            f"{MAX_OPEN:,} requests were open at once, and others waited for them to end: they were sent late, or not.",
+        )
     return replace(conditions, notes=notes, error_examples=loop.error_examples)
 
 

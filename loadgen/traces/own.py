@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 
 import msgspec
 
@@ -23,5 +23,5 @@ OWN = Form(
     "triptych",
     tuple(name for name, default in _DEFAULTS.items() if default is MISSING),
     TraceRow,
-    lambda _options: lambda row: row,
+    lambda _options: lambda row: row if row.session != "" else replace(row, session=None),  # "": an empty cell of a csv
 )

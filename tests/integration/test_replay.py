@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import re
+import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -199,6 +200,30 @@ async def test_a_body_that_goes_on_after_its_end(tmp_path: Path) -> None:
         ran = await run(stub, rows, tmp_path, timeout_s=60.0, send=SendOptions(concurrency=1))
     assert ran.errors == [None] * 3
     assert max(outcome.end_s for outcome in ran.outcomes) < 30
+
+
+async def test_ctrl_c_ends_sending_for_those_that_wait(tmp_path: Path) -> None:
+    """Whoever waits for a place under the cap, or for the turn before, is not sent any more."""
+    rows = [TraceRow(0.0, 20, 2, session="s" if i % 2 else None, turn=i // 2) for i in range(200)]
+    async with StubTarget(lambda _: Reply(["x"], delay_s=0.05)) as stub:
+        running = asyncio.create_task(run(stub, rows, tmp_path, send=SendOptions(concurrency=2)))
+        await stub.until(lambda: len(asked(stub)) >= 4)
+        signal.raise_signal(signal.SIGINT)
+        ran = await asyncio.wait_for(running, 60)
+        num_sent = len(asked(stub))
+    assert num_sent < 50
+    assert ran.conditions.ended == "interrupted"
+    assert ran.errors.count("unfinished") == 200 - num_sent
+    assert ran.errors.count(None) == num_sent
+
+
+async def test_more_requests_than_are_let_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triptych.loadgen.replay.open_loop.MAX_OPEN", 5)
+    async with StubTarget(lambda _: Reply(["x"], delay_s=0.05)) as stub:
+        ran = await run(stub, [TraceRow(0.0, 20, 2)] * 12, tmp_path)
+    assert ran.errors == [None] * 12
+    assert any("were open at once" in note for note in ran.conditions.notes)
+    assert max(outcome.send_lag_s for outcome in ran.outcomes) > 0.09
 
 
 async def test_nothing_of_the_trace_is_left(tmp_path: Path) -> None:

@@ -147,3 +147,9 @@ def test_conversations_that_began_before_the_trace(tmp_path: Path) -> None:
     line = '{{"chat_id": {}, "parent_chat_id": 3, "timestamp": {}, "input_length": 9, "output_length": 9, "turn": 5}}'
     path.write_text("\n".join(line.format(chat, chat) for chat in (8, 9)))
     assert [(row.session, row.turn) for row in open_trace(path)] == [("3", 4), ("3", 4)]
+
+
+def test_empty_cells_of_our_own_form_are_no_conversation(tmp_path: Path) -> None:
+    path = tmp_path / "own.csv"
+    path.write_text("arrival_s,num_context_tokens,num_output_tokens,session\n0,1,1,\n1,1,1,a\n")
+    assert [row.session for row in open_trace(path)] == [None, "a"]
