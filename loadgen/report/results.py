@@ -25,7 +25,7 @@ class ReportFailed(Exception):
     """There is nothing to report from, with the reason for a user."""
 
 
-class OutcomesFile:
+class OutcomesReader:
     """Yields the outcomes of a file, one in memory at a time, and remembers what was none."""
 
     def __init__(self, path: Path) -> None:
@@ -62,7 +62,7 @@ def make_report(folder: Path) -> Report:
     """
     try:
         builder = ReportBuilder(read_conditions(folder))
-        outcomes = OutcomesFile(folder / OUTCOMES_FILE)
+        outcomes = OutcomesReader(folder / OUTCOMES_FILE)
         for outcome in outcomes:
             builder.add(outcome)
     except UNREADABLE as error:

@@ -16,7 +16,7 @@ from triptych.loadgen.replay.options import ReplayOptions
 from triptych.loadgen.replay.outcome import RequestOutcome
 from triptych.loadgen.replay.pictures import PictureOptions
 from triptych.loadgen.replay.run import replay
-from triptych.loadgen.report.results import OutcomesFile
+from triptych.loadgen.report.results import OutcomesReader
 from triptych.loadgen.traces.row import TraceRow
 from triptych.loadgen.traces.trace import MalformedRows, Trace
 
@@ -30,7 +30,7 @@ async def outcomes_of(options: ReplayOptions) -> list[RequestOutcome]:
     rows = (TraceRow(i / RATE_PER_S, 50, 10, num_images=i % 4) for i in range(NUM_REQUESTS))
     conditions = await replay(Trace("demo", "triptych", rows, MalformedRows()), options, Console(file=io.StringIO()))
     assert conditions.ended == "complete", conditions.message
-    return sorted(OutcomesFile(options.out / "outcomes.jsonl"), key=lambda outcome: outcome.index)
+    return sorted(OutcomesReader(options.out / "outcomes.jsonl"), key=lambda outcome: outcome.index)
 
 
 @pytest.mark.long

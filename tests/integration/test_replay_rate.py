@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from triptych.loadgen.replay.outcome import RequestOutcome
-from triptych.loadgen.report.results import OutcomesFile, read_report
+from triptych.loadgen.report.results import OutcomesReader, read_report
 from triptych.loadgen.traces.own import own_line
 from triptych.loadgen.traces.row import TraceRow
 
@@ -57,7 +57,7 @@ def test_send_lag_on_one_core(rate_per_s: int, num_images: int, stub_url: str, t
     report = read_report(out)
     assert report.send_lag_s is not None
     print(f"{rate_per_s}/s, {num_images} pictures: send lag p50 {report.send_lag_s.p50}, p99 {report.send_lag_s.p99} s")
-    outcomes: list[RequestOutcome] = list(OutcomesFile(out / "outcomes.jsonl"))
+    outcomes: list[RequestOutcome] = list(OutcomesReader(out / "outcomes.jsonl"))
     assert len(outcomes) == num
     assert {(outcome.error, len(outcome.token_gaps_s)) for outcome in outcomes} == {(None, NUM_CHUNKS - 1)}
     assert report.send_lag_s.p99 < MAX_LAG_P99_S
