@@ -9,23 +9,18 @@ from __future__ import annotations
 
 import io
 import statistics
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 
-import aiohttp
 import psutil  # type: ignore[import-untyped]
 from PIL import Image
-from rich.console import Console
 
+from triptych.loadgen.bench.measured_cluster import measured_cluster
 from triptych.loadgen.bench.report import Bar, Report
 from triptych.loadgen.bench.router_load import Load, RouterUnderTest
 from triptych.loadgen.bench.runner import Plan, machine, tell
-from triptych.loadgen.cluster import running_cluster
 
 MODEL, GPU = "qwen2.5-vl-7b", "a100"
 PICTURE_SIZE = (448, 448)  # pixels: 256 vision tokens
-REQUEST_TIMEOUT_S = 120.0  # chosen
 MAX_CPU_RATIO = 1.2  # the promises, as the next: of the large cluster's router over the small one's
 MAX_MEMORY_GROWTH = 0.05  # over 10,000 requests
 MEASURED = ("router-0", "emulated-0")
@@ -102,21 +97,16 @@ def _bars(cpu_ratio: float, small: dict[str, float], large: dict[str, float]) ->
 async def _measure(cluster: Cluster, sizes: Sizes, num_runs: int) -> dict[str, float]:
     """Medians over the runs; growth of memory from the first of them to the last."""
     load = Load(sizes.num_requests, sizes.load_per_decode * cluster.decode)
-    timeout, connector = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S), aiohttp.TCPConnector(limit=0)
     tell(f"{cluster.num_instances} instances ...")
-    with tempfile.TemporaryDirectory() as logs:
-        async with (
-            running_cluster(MODEL, Path(logs), Console(stderr=True), cluster.options) as info,
-            aiohttp.ClientSession(timeout=timeout, connector=connector) as http,
-        ):
-            pids: dict[str, int] = info["pids"]
-            router = RouterUnderTest(http, str(info["url"]).rstrip("/"), pids["router-0"], _picture())
-            runs = [await router.measure(load, may_lose=True)]
-            before = _memory_mb(pids)
-            for number in range(num_runs):
-                tell(f"  {number + 1} of {num_runs} times {load.num_requests} requests, {load.concurrency} at a time ...")
-                runs.append(await router.measure(load, may_lose=True))
-            after = _memory_mb(pids)
+    async with measured_cluster(MODEL, cluster.options) as (info, http):
+        pids: dict[str, int] = info["pids"]
+        router = RouterUnderTest(http, str(info["url"]).rstrip("/"), pids["router-0"], _picture())
+        runs = [await router.measure(load, may_lose=True)]
+        before = _memory_mb(pids)
+        for number in range(num_runs):
+            tell(f"  {number + 1} of {num_runs} times {load.num_requests} requests, {load.concurrency} at a time ...")
+            runs.append(await router.measure(load, may_lose=True))
+        after = _memory_mb(pids)
     return {
         "router_cpu_ms": statistics.median(run["cpu_ms"] for run in runs[1:]),
         "requests_per_s": statistics.median(run["requests_per_s"] for run in runs[1:]),

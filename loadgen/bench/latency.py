@@ -6,26 +6,21 @@ from __future__ import annotations
 
 import itertools
 import random
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-from rich.console import Console
-
 from triptych.loadgen.bench.latency_sides import ClusterSide, EngineSide, random_question
+from triptych.loadgen.bench.measured_cluster import measured_cluster
 from triptych.loadgen.bench.report import Bar, Report
 from triptych.loadgen.bench.router_load import NUM_TOKENS, Load, RouterUnderTest, stub_stages
 from triptych.loadgen.bench.runner import Plan, Side, alternate, machine, tell
-from triptych.loadgen.cluster import running_cluster
 from triptych.shared.checkpoint import Checkpoint, open_checkpoint
 from triptych.shared.machine import num_cores
 
 NUM_ENGINE_INSTANCES = 3  # as `triptych up` starts
 NUM_WARMUPS = 5  # chosen: connections, transfer pairs, page faults
-REQUEST_TIMEOUT_S = 120.0  # chosen
 # The promises, on two cores
 OVERHEAD_LIMIT_MS = {"text": 15.0, "picture": 25.0}
 ROUTER_CPU_LIMIT_MS = 5.0
@@ -57,17 +52,11 @@ async def bench_latency(folder: Path, plan: Plan) -> Report:
     checkpoint = open_checkpoint(str(folder))
     conditions = machine() | {"model": checkpoint.name, "requests": sizes.num_latency, "quick": plan.is_quick}
     figures: dict[str, float] = {}
-    timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
-    connector = aiohttp.TCPConnector(limit=0)
-    with tempfile.TemporaryDirectory() as logs:
-        async with (
-            running_cluster(folder, Path(logs), Console(stderr=True)) as info,
-            aiohttp.ClientSession(timeout=timeout, connector=connector) as http,
-        ):
-            url = str(info["url"]).rstrip("/")
-            figures |= await _latencies(ClusterSide(http, url), checkpoint, sizes.num_latency)
-            router = RouterUnderTest(http, url, int(info["pids"]["router-0"]))
-            figures |= await _router(router, info, folder, sizes)
+    async with measured_cluster(folder) as (info, http):
+        url = str(info["url"]).rstrip("/")
+        figures |= await _latencies(ClusterSide(http, url), checkpoint, sizes.num_latency)
+        router = RouterUnderTest(http, url, int(info["pids"]["router-0"]))
+        figures |= await _router(router, info, folder, sizes)
     return Report("latency", conditions, figures, {} if plan.is_quick else _bars(figures))
 
 
