@@ -46,13 +46,13 @@ class ReplayOptions:
 
 
 def parse_headers(texts: Iterable[str]) -> dict[str, str]:
-    """Of `Name: value`. Raises ValueError, which never shows a value."""
+    """Of `Name: value`; names as `X-Name`, so that one replaces ours. Raises ValueError, which never shows a value."""
     headers = {}
     for text in texts:
         name, _, value = text.partition(":")
         if not (HEADER.fullmatch(text) and value.strip().isprintable()):
             raise ValueError("a header has the form 'Name: value'")
-        headers[name.strip()] = value.strip()
+        headers[name.strip().title()] = value.strip()
     return headers
 
 

@@ -64,6 +64,7 @@ def test_values_of_headers_are_not_shown() -> None:
     given = {"header": ["Authorization: Bearer hush"], "out": Path("a/b"), "slo": None, "seed": 3}
     assert shown_options(given) == {"header": ["Authorization"], "out": "a/b", "slo": None, "seed": 3}
     assert parse_headers(["X-Key:  a:b "]) == {"X-Key": "a:b"}
+    assert parse_headers(["authorization: Bearer other"]) == {"Authorization": "Bearer other"}  # instead of the environment's
 
 
 @pytest.mark.parametrize(
