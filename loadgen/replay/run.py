@@ -63,11 +63,12 @@ class _Run:
         self._options = options
         self._console = console
         self._stop = asyncio.Event()
+        self._is_sending = False
         self._outcomes = OutcomesWriter(options.out, self._stop)
         self._live = Live()
 
     async def run(self) -> None:
-        with closing(self._outcomes):
+        with closing(self._outcomes), self._ctrl_c_stops():
             write_conditions(self.conditions, self._options.out)
             async with client_session(dict(self._options.headers), self._options.timeout_s) as http:
                 try:
@@ -93,14 +94,15 @@ class _Run:
         exchange = Exchange(http, prepared.target)
         loop = OpenLoop(exchange, prepared.content, self._options.send, record)
         try:
-            with self._ctrl_c_stops():
-                async with asyncio.TaskGroup() as group:
-                    watching = group.create_task(watchdog.watch())
-                    telling = show(self._live, lambda: self._line(exchange, loop), self._console, prepared.total)
-                    showing = group.create_task(telling)
-                    await loop.run(prepared.rows, self._stop)
-                    watching.cancel()
-                    showing.cancel()
+            self._is_sending = True
+            async with asyncio.TaskGroup() as group:
+                watching = group.create_task(watchdog.watch())
+                telling = show(self._live, lambda: self._line(exchange, loop), self._console, prepared.total)
+                showing = group.create_task(telling)
+                await loop.run(prepared.rows, self._stop)
+                watching.cancel()
+                showing.cancel()
+            self._is_sending = False
             await watchdog.look_once()
             self._tell(self._line(exchange, loop))
         finally:
@@ -123,15 +125,17 @@ class _Run:
 
     @contextmanager
     def _ctrl_c_stops(self) -> Iterator[None]:
-        """The first one ends sending, a second one everything."""
+        """The first one ends sending, a second one everything, as does one before or after it. A process of a script's
+        background, where the system ignores Ctrl-C, can be told to stop, too."""
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
 
         def on_interrupt() -> None:
-            if self._stop.is_set():
+            if self._is_sending and not self._stop.is_set():
+                self._tell("Stopping: what runs has a few seconds to end ...")
+            else:
                 task.cancel()
             self._stop.set()
-            self._tell("Stopping: what runs has a few seconds to end ...")
 
         before = signal.getsignal(signal.SIGINT)
         loop.add_signal_handler(signal.SIGINT, on_interrupt)

@@ -8,6 +8,9 @@ import signal
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from support.stub_target import MODEL, Reply, StubTarget
 from triptych.loadgen.replay.conditions import read_conditions
@@ -95,10 +98,14 @@ async def test_a_second_ctrl_c_ends_at_once_and_forgets_nothing(tmp_path: Path) 
     assert whole.num_unfinished > 0
 
 
-async def test_ctrl_c_before_anything_is_sent(tmp_path: Path) -> None:
+@pytest.mark.parametrize("inherited", [signal.default_int_handler, signal.SIG_IGN])
+async def test_ctrl_c_before_anything_is_sent(inherited: Any, tmp_path: Path) -> None:
+    """SIG_IGN: as a shell has it for what a script starts in its background."""
     trace, out = trace_of([TraceRow(0.0, 20, 2)], tmp_path), tmp_path / "out"
     async with StubTarget(lambda _: Reply(ending="hang")) as stub:
+        before = signal.signal(signal.SIGINT, inherited)
         process = await start(str(trace), "--target", stub.url, "--out", str(out))
+        signal.signal(signal.SIGINT, before)
         await stub.until(lambda: len(stub.received) > 0, TIMEOUT_S)
         process.send_signal(signal.SIGINT)
         status, _, error = await end(process)
