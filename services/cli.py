@@ -14,6 +14,7 @@ import os
 import platform
 import secrets
 import sys
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -26,6 +27,7 @@ from triptych.shared.environment import process_environment
 from triptych.shared.errors import BadRequest
 from triptych.shared.machine import num_cuda_devices
 from triptych.shared.messages import InstanceId, Role
+from triptych.shared.policies.placement import ROLES_OF
 from triptych.shared.settings import PREFIX, Settings
 
 if TYPE_CHECKING:  # pulls in NATS, uvloop: not for --help
@@ -33,7 +35,7 @@ if TYPE_CHECKING:  # pulls in NATS, uvloop: not for --help
 
 ROLES: tuple[Role, ...] = ("encoder", "prefill", "decode")
 STAGES = ("router", "preprocess", *ROLES, "scaler")
-EMULATED_STAGES = ("preprocess", *ROLES, "instance")
+EMULATED_STAGES = ("preprocess", *ROLES_OF)
 STAGE_HELP = (
     f"one of {', '.join(STAGES)}; or several engine roles, as encoder,prefill,decode; "
     "or, emulated, many instances, as encoder=8,prefill=4,decode=4,preprocess=1"
@@ -78,6 +80,7 @@ def up(
     prefill: Count = 1,
     decode: Count = 1,
     colocated: Annotated[bool, typer.Option("--colocated", help="one process for all three engine roles")] = False,
+    instances: Annotated[int, typer.Option(min=0, help="this many, with the roles that the policy gives them")] = 0,
     ready_timeout_s: Annotated[float, typer.Option(min=1, help="give up when not ready in time")] = 600.0,
     log_dir: Annotated[Path | None, typer.Option(help="keep the logs there; default: only those of a failed start")] = None,
     as_json: Annotated[
@@ -87,10 +90,12 @@ def up(
 ) -> None:
     """Start a whole cluster on this machine; Ctrl-C stops it."""
     starter_pid = os.getppid() if as_json else None  # first of all: should it end while we load the rest
-    from triptych.services.launcher.plan import Counts  # pulls in HTTP client, NATS, uvloop: not for --help
+    # they pull in HTTP client, NATS, uvloop: not for --help
+    from triptych.services.launcher.plan import COLOCATED, ONE_OF_EACH, Counts
     from triptych.services.launcher.up import UpOptions, run_up
     from triptych.shared.emulation import emulated_settings, open_model
     from triptych.shared.http_host import listening_socket, resolve_host
+    from triptych.shared.policies.policy_set import policy_set
 
     _need_model(settings)
     host = resolve_host(settings.bind_host)  # as is one that nothing can listen on
@@ -101,14 +106,21 @@ def up(
     if settings.device == "cuda" and not settings.emulate and not num_cuda_devices():
         raise BadRequest("device is cuda, but there is no CUDA device on this machine", code="bad_setting")
     open_model(settings)  # a wrong model fails here, once; a hub id is downloaded once
-    counts = Counts(router, preprocess, encoder, prefill, decode, colocated)
+    policies = policy_set(settings.policy)  # so does a wrong policy
+    engines: Mapping[str, int] = COLOCATED if colocated else {"encoder": encoder, "prefill": prefill, "decode": decode}
+    if instances:
+        if colocated or engines != ONE_OF_EACH:
+            raise BadRequest("--instances says how many there are: leave out the counts of single roles", code="bad_setting")
+        engines = policies.placement.counts(instances)
 
     def tell(line: str) -> None:
         with contextlib.suppress(OSError):  # who read along, a terminal too, may be gone
             sys.stderr.write(line + "\n")
             sys.stderr.flush()
 
-    raise typer.Exit(run_up(settings, UpOptions(counts, ready_timeout_s, starter_pid, tell, log_dir)))
+    raise typer.Exit(
+        run_up(settings, UpOptions(Counts(router, preprocess, engines), ready_timeout_s, starter_pid, tell, log_dir))
+    )
 
 
 @app.command(context_settings=EXTRA_ARGUMENTS)
@@ -239,7 +251,7 @@ def _parse_stages(text: str) -> tuple[str, ...]:
 
 
 def _parse_counts(text: str, settings: Settings) -> dict[str, int]:
-    """How many emulated instances of each stage share this process; `instance`: with all engine roles."""
+    """How many emulated instances of each stage, or kind, share this process."""
     if not settings.emulate:
         raise BadRequest(f"only emulated instances share a process: {flag_of('emulate')} GPU", code="bad_setting")
     counts = {}
@@ -272,9 +284,7 @@ def _run_emulated(settings: Settings, counts: dict[str, int], process_id: Instan
     from triptych.shared.fleet import names_of, run_fleet  # as above
 
     stages = {name: name.rpartition("-")[0] for name in names_of(counts)}
-    members = {
-        name: functools.partial(_make_service, ROLES if stage == "instance" else (stage,)) for name, stage in stages.items()
-    }
+    members = {name: functools.partial(_make_service, ROLES_OF.get(stage, (stage,))) for name, stage in stages.items()}
     return run_fleet(process_id, settings, members)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from triptych.services.launcher.child import ChildSpec
@@ -13,11 +13,12 @@ from triptych.shared.environment import process_environment
 from triptych.shared.errors import BadRequest
 from triptych.shared.fleet import names_of
 from triptych.shared.messages import InstanceId
+from triptych.shared.policies.placement import ROLES_OF, Kind
 from triptych.shared.settings import PREFIX, Settings
 
-ENGINE_STAGES = ("encoder", "prefill", "decode")
 TORCH_FREE_STAGES = ("router", "scaler")  # they start in a second; the others are forked from the template
-COLOCATED = ",".join(ENGINE_STAGES)
+COLOCATED: Mapping[Kind, int] = {"instance": 1}
+ONE_OF_EACH: Mapping[Kind, int] = {"encoder": 1, "prefill": 1, "decode": 1}
 EMULATED = "emulated-0"  # the one process of all emulated instances
 MAX_PER_STAGE = 64  # chosen: a typo must not fork hundreds of processes
 MAX_EMULATED = 512  # chosen: of one stage; they share a process
@@ -25,14 +26,16 @@ MAX_EMULATED = 512  # chosen: of one stage; they share a process
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Processes per stage. colocated: instances that have all three engine roles, instead of one role each."""
+    """Processes per stage; engines: instances with engine roles, of each kind."""
 
     router: int = 1
     preprocess: int = 1
-    encoder: int = 1
-    prefill: int = 1
-    decode: int = 1
-    colocated: bool = False
+    engines: Mapping[Kind, int] = field(default_factory=lambda: ONE_OF_EACH)
+
+    @property
+    def num_engine_instances(self) -> int:
+        """Engine processes on this machine, which share its cores."""
+        return sum(self.engines.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +53,11 @@ def plan_slots(counts: Counts, is_emulated: bool = False) -> list[PlannedSlot]:
     Raises:
         BadRequest: a count is out of bounds.
     """
-    for stage in ("router", "preprocess", *ENGINE_STAGES):
+    working = {**counts.engines, "preprocess": counts.preprocess}
+    for stage, count in {"router": counts.router, **working}.items():
         most = MAX_EMULATED if is_emulated and stage != "router" else MAX_PER_STAGE
-        if not 1 <= getattr(counts, stage) <= most:
-            raise BadRequest(f"--{stage} must be 1 to {most}, not {getattr(counts, stage)}", code="bad_setting")
-    engines = {"instance": 1} if counts.colocated else {stage: getattr(counts, stage) for stage in ENGINE_STAGES}
-    working = {**engines, "preprocess": counts.preprocess}
+        if not 1 <= count <= most:
+            raise BadRequest(f"--{stage} must be 1 to {most}, not {count}", code="bad_setting")
     if is_emulated:
         stages = ",".join(f"{stage}={count}" for stage, count in working.items())
         slots = [PlannedSlot(EMULATED, stages, tuple(names_of(working)))]
@@ -65,13 +67,8 @@ def plan_slots(counts: Counts, is_emulated: bool = False) -> list[PlannedSlot]:
 
 
 def _slot(name: str) -> PlannedSlot:
-    stage = name.rpartition("-")[0]
-    return PlannedSlot(name, COLOCATED if stage == "instance" else stage, (name,))
-
-
-def num_engine_instances(counts: Counts) -> int:
-    """Engine processes on this machine, which share its cores."""
-    return 1 if counts.colocated else counts.encoder + counts.prefill + counts.decode
+    kind = name.rpartition("-")[0]
+    return PlannedSlot(name, ",".join(ROLES_OF.get(kind, (kind,))), (name,))
 
 
 def child_env(settings: Settings, base: Mapping[str, str]) -> dict[str, str]:

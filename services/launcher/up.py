@@ -24,7 +24,7 @@ from triptych.services.launcher.child import ChildSpec
 from triptych.services.launcher.child_log import ChildLog
 from triptych.services.launcher.embedded import EmbeddedNats, EmbeddedServer, EmbeddedValkey
 from triptych.services.launcher.local import LocalLauncher, Slot
-from triptych.services.launcher.plan import Counts, PlannedSlot, num_engine_instances, plan_slots, serve_spec, template_env
+from triptych.services.launcher.plan import Counts, PlannedSlot, plan_slots, serve_spec, template_env
 from triptych.services.launcher.presence import Presence
 from triptych.services.launcher.run_file import RunAnnouncement, announce_run
 from triptych.services.launcher.template import IS_SUPPORTED, Template
@@ -213,7 +213,7 @@ class Up:
             "redis_url": self._settings.redis_url or await self._start_server(EmbeddedValkey),
         }
         if "engine_instances" not in self._settings.model_fields_set:
-            update["engine_instances"] = num_engine_instances(self._options.counts)
+            update["engine_instances"] = self._options.counts.num_engine_instances
         self._settings = self._settings.model_copy(update=update)
         self._presence = await Presence.join(self._settings, self._launcher.handle, self._on_ready)
         await self._launcher.use_bus(self._presence.bus)

@@ -5,7 +5,7 @@ by the same objects; nothing asks for a set's name.
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from triptych.shared.errors import BadRequest
@@ -47,11 +47,11 @@ STAGES = Placement({"encoder": 0.25, "prefill": 0.25, "decode": 0.5})
 IMAGE_TEXT = Placement({"encoder": 0.375, "text": 0.625})  # ModServe: image instances, and text instances that also decode
 SHARED_TEXT = Placement({"instance": 0.75, "text": 0.25})  # all do all, but for some that no image's encoding holds up
 
-# What coupled servers of today do: prefix caches of their own, first come first served, an instance for a whole request.
-MONOLITH = PolicySet(COLOCATED, RoutingRules(coupled=ALL_STAGES), cache=UNIFIED)
+TRIPTYCH = PolicySet(SHARED_TEXT, queue_order=by_slack, overlap=by_gain, cache=UNIFIED)
 POLICY_SETS = {
+    # coupled servers as they are today: caches of their own, first come first served, one of them for a whole request
     "monolith_rr": PolicySet(COLOCATED, RoutingRules(coupled=ALL_STAGES, is_in_turn=True), cache=UNIFIED),
-    "monolith": MONOLITH,
+    "monolith": PolicySet(COLOCATED, RoutingRules(coupled=ALL_STAGES), cache=UNIFIED),
     "pd_static": PolicySet(PROMPT_DECODE, RoutingRules(coupled=frozenset(("encoder", "prefill")))),
     "static": PolicySet(STAGES),
     # ModServe's ablations: stages apart; then scheduled by their SLOs; then routed by their load
@@ -62,7 +62,9 @@ POLICY_SETS = {
     "elasticmm_emp": PolicySet(PROMPT_DECODE, RoutingRules(coupled=frozenset(("encoder", "prefill")))),
     "elasticmm_unicache": PolicySet(PROMPT_DECODE, RoutingRules(coupled=frozenset(("encoder", "prefill"))), cache=UNIFIED),
     "elasticmm": PolicySet(STAGES, cache=UNIFIED),
-    "triptych": PolicySet(SHARED_TEXT, queue_order=by_slack, overlap=by_gain, cache=UNIFIED),
+    # ours, and without overlap
+    "triptych": TRIPTYCH,
+    "triptych_barrier": replace(TRIPTYCH, overlap=never),
 }
 
 

@@ -15,7 +15,18 @@ from triptych.services.setting_flags import flag_of
 from triptych.shared.settings import Settings
 
 OWN_FLAGS = {
-    "up": {"router", "preprocess", "encoder", "prefill", "decode", "colocated", "ready-timeout-s", "log-dir", "json"},
+    "up": {
+        "router",
+        "preprocess",
+        "encoder",
+        "prefill",
+        "decode",
+        "colocated",
+        "instances",
+        "ready-timeout-s",
+        "log-dir",
+        "json",
+    },
     "serve": {"instance-id"},
     "status": {"json"},
     "drain": {"json"},

@@ -8,16 +8,18 @@ from pathlib import Path
 import pytest
 
 from triptych.services.launcher.plan import (
+    COLOCATED,
     MAX_PER_STAGE,
+    ONE_OF_EACH,
     Counts,
     PlannedSlot,
     child_env,
-    num_engine_instances,
     plan_slots,
     serve_spec,
 )
 from triptych.shared.errors import BadRequest
 from triptych.shared.messages import InstanceId
+from triptych.shared.policies.policy_set import policy_set
 from triptych.shared.settings import Settings, load_settings
 
 
@@ -33,28 +35,36 @@ def test_one_of_each_by_default() -> None:
 
 
 def test_counts_and_colocation() -> None:
-    names = [slot.name for slot in plan_slots(Counts(router=2, encoder=3))]
+    names = [slot.name for slot in plan_slots(Counts(router=2, engines={**ONE_OF_EACH, "encoder": 3}))]
     assert {"router-1", "encoder-2"} <= set(names)
     assert len(names) == 9
-    colocated = Counts(colocated=True)
+    colocated = Counts(engines=COLOCATED)
     assert PlannedSlot("instance-0", "encoder,prefill,decode", ("instance-0",)) in plan_slots(colocated)
     assert len(plan_slots(colocated)) == 4
-    assert (num_engine_instances(Counts(encoder=2)), num_engine_instances(colocated)) == (4, 1)
+    assert (Counts(engines={**ONE_OF_EACH, "encoder": 2}).num_engine_instances, colocated.num_engine_instances) == (4, 1)
 
 
 def test_emulated_instances_share_a_process() -> None:
-    slots = plan_slots(Counts(encoder=2, decode=100), is_emulated=True)
+    slots = plan_slots(Counts(engines={**ONE_OF_EACH, "encoder": 2, "decode": 100}), is_emulated=True)
     assert [slot.name for slot in slots] == ["emulated-0", "router-0", "scaler-0"]
     assert slots[0].stage == "encoder=2,prefill=1,decode=100,preprocess=1"
     assert slots[0].instances[:3] == ("encoder-0", "encoder-1", "prefill-0")
     assert len(slots[0].instances) == 104
-    assert plan_slots(Counts(colocated=True), is_emulated=True)[0].stage == "instance=1,preprocess=1"
+    assert plan_slots(Counts(engines=COLOCATED), is_emulated=True)[0].stage == "instance=1,preprocess=1"
+
+
+def test_a_policy_places_instances() -> None:
+    slots = plan_slots(Counts(engines=policy_set("modserve").placement.counts(3)))
+    assert [slot.stage for slot in slots[:3]] == ["encoder", "prefill,decode", "prefill,decode"]
+    assert [slot.name for slot in slots[:3]] == ["encoder-0", "text-0", "text-1"]
+    emulated = plan_slots(Counts(preprocess=2, engines=policy_set("triptych").placement.counts(8)), is_emulated=True)[0]
+    assert emulated.stage == "instance=6,text=2,preprocess=2"
 
 
 @pytest.mark.parametrize("count", [0, -1, MAX_PER_STAGE + 1])
 def test_a_count_out_of_bounds_is_named(count: int) -> None:
     with pytest.raises(BadRequest, match="--decode"):
-        plan_slots(Counts(decode=count))
+        plan_slots(Counts(engines={**ONE_OF_EACH, "decode": count}))
 
 
 def test_children_get_the_same_settings(monkeypatch: pytest.MonkeyPatch) -> None:

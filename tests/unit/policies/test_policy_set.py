@@ -24,6 +24,7 @@ def test_the_names_and_what_a_wrong_one_says() -> None:
         "elasticmm_unicache",
         "elasticmm",
         "triptych",
+        "triptych_barrier",
     ]
     with pytest.raises(BadRequest, match=r"no policy 'modserv' \(did you mean modserve\?\); there are monolith_rr, .*triptych"):
         policy_set("modserv")
