@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -94,8 +95,10 @@ def replay_command(
         opened = open_trace(trace, shape)
     except TraceError as error:
         raise _refused(str(error)) from None
-    _checked("--out", _make_folder, options.out)
-    raise typer.Exit(_run(opened, options))
+    with closing(opened):
+        _checked("--out", _make_folder, options.out)
+        status = _run(opened, options)
+    raise typer.Exit(status)
 
 
 def _run(trace: Trace, options: ReplayOptions) -> int:

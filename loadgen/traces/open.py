@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -30,7 +31,7 @@ def open_trace(path_or_name: str | Path, options: TraceOptions | None = None) ->
     first = next(trace, None)
     if first is None:
         raise TraceError(f"{path.name}: {trace.form} without a row that can be used{_malformed(trace.malformed)}")
-    return Trace(trace.name, trace.form, shaped(chain((first,), trace), options), trace.malformed)
+    return replace(trace, rows=shaped(chain((first,), trace.rows), options))
 
 
 def _open_file(path: Path, options: TraceOptions) -> Trace:
@@ -44,7 +45,8 @@ def _open_file(path: Path, options: TraceOptions) -> Trace:
         if first_line.startswith("{"):
             lines = chain(((number, first_line),), lines)
         rows = parsed(lines, decode, form.parser(options), malformed)
-        return Trace(path.name, form.name, _closing(from_zero(in_time_order(rows, malformed)), stack.pop_all()), malformed)
+        file = stack.pop_all()
+        return Trace(path.name, form.name, _closing(from_zero(in_time_order(rows, malformed)), file), malformed, file.close)
 
 
 def _malformed(rows: MalformedRows) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -77,7 +77,8 @@ class MalformedRows:
 
 @dataclass(frozen=True, slots=True)
 class Trace(Iterator[TraceRow]):
-    """Rows in order of arrival_s, read while they are asked for, once. malformed fills while rows are read.
+    """Rows in order of arrival_s, read while they are asked for, once. malformed fills while rows are read. close: for whoever
+    does not read them all.
 
     name: the file's or workload's, to be shown. form: azure-llm, azure-lmm, mooncake, bailian, burstgpt, triptych, workload.
     """
@@ -86,6 +87,7 @@ class Trace(Iterator[TraceRow]):
     form: str
     rows: Iterator[TraceRow]
     malformed: MalformedRows
+    close: Callable[[], None] = lambda: None
 
     def __next__(self) -> TraceRow:
         return next(self.rows)

@@ -143,6 +143,17 @@ def test_all_are_counted_few_are_kept(tmp_path: Path) -> None:
     assert [row.line_number for row in trace.malformed.first] == list(range(3, 3 + MAX_KEPT))
 
 
+def test_a_file_that_is_not_read_to_its_end_can_be_closed(tmp_path: Path) -> None:
+    """Whoever leaves it open is warned, which fails a test."""
+    path = tmp_path / "trace.csv.gz"
+    path.write_bytes(gzip.compress((HEADER + "".join(lmm_line(second) for second in range(3000))).encode()))
+    trace = open_trace(path)
+    next(trace)
+    trace.close()
+    with pytest.raises(ValueError, match="closed"):
+        list(trace)
+
+
 def test_a_download_that_was_cut(tmp_path: Path) -> None:
     """What is there is read; the cut is told."""
     path = tmp_path / "trace.csv.gz"
