@@ -33,6 +33,7 @@ from triptych.loadgen.traces.trace import Trace, TraceError
 from triptych.shared.units import plain
 
 MAX_CONNECTIONS = 65_536  # chosen: more than there are ports to connect from
+MIN_SECRET_CHARS = 8  # of a header's words; chosen: what is shorter is in every text, and no key
 INTERRUPTED = "The replay was interrupted: this is what ran until then."
 
 
@@ -107,6 +108,8 @@ class _Run:
             self._tell(self._line(exchange, loop))
         finally:
             self.conditions = _with_told(self.conditions, prepared.content, loop)
+            examples = {kind: self._without_secrets(text) for kind, text in loop.error_examples.items()}
+            self.conditions = replace(self.conditions, error_examples=examples)
         if watchdog.is_dead:
             message = f"The target stopped answering: no connection could be made any more to {self._options.target}."
             self.end("target_died", message)
@@ -117,7 +120,14 @@ class _Run:
 
     def end(self, ended: Ended, message: str) -> None:
         """How it went; the last word counts."""
-        self.conditions = replace(self.conditions, ended=ended, message=plain(message))
+        self.conditions = replace(self.conditions, ended=ended, message=plain(self._without_secrets(message)))
+
+    def _without_secrets(self, text: str) -> str:
+        """Servers repeat keys that they don't know, and results are shown around."""
+        for secret in " ".join(self._options.headers.values()).split():
+            if len(secret) >= MIN_SECRET_CHARS:
+                text = text.replace(secret, "***")
+        return text
 
     def _line(self, exchange: Exchange, loop: OpenLoop) -> str:
         self._outcomes.flush()
@@ -192,7 +202,7 @@ def _with_told(conditions: Conditions, content: Content, loop: OpenLoop) -> Cond
             *notes,
             f"{MAX_OPEN:,} requests were open at once, and others waited for them to end: they were sent late, or not.",
         )
-    return replace(conditions, notes=notes, error_examples=loop.error_examples)
+    return replace(conditions, notes=notes)
 
 
 def _with_malformed(conditions: Conditions, trace: Trace) -> Conditions:

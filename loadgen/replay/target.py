@@ -90,10 +90,10 @@ async def find_target(http: aiohttp.ClientSession, url: str, model: str | None) 
         raise TargetFailed(f"no server answers at {url}: {str(error) or type(error).__name__}") from None
     names = [str(entry["id"]) for entry in models]
     if model is None and not names:
-        raise TargetFailed(f"{url}/v1/models names no model: {answer.why} --model names one that it does not list")
+        raise TargetFailed(f"the server at {url} names no model: {answer.why} --model names one that it does not list")
     if model is not None and names and model not in names:
         more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-        raise TargetFailed(f"{url} has no model {model!r}, but {', '.join(names[:MAX_NAMED])}{more}")
+        raise TargetFailed(f"the server at {url} has no model {model!r}, but {', '.join(names[:MAX_NAMED])}{more}")
     name = model or names[0]
     entry = next((entry for entry in models if entry["id"] == name), {})
     length = entry.get("max_model_len")

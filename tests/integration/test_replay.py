@@ -184,6 +184,18 @@ async def test_a_share_is_cut_off_by_the_client(tmp_path: Path) -> None:
     assert ran.conditions.error_examples == {"cancelled": ""}
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+async def test_a_key_that_a_server_repeats_is_not_in_the_results(is_first: bool, tmp_path: Path) -> None:
+    def answer(body: dict[str, Any]) -> Reply:
+        is_known = body["max_tokens"] == (2 if is_first else 1)
+        return counting("x")(body) if is_known else Reply(status=307, location="http://x/?key=hush-hush")
+
+    async with StubTarget(answer) as stub:
+        ran = await run(stub, TEXT, tmp_path, headers={"Authorization": "Bearer hush-hush", "X-Short": "x"})
+    told = ran.conditions.message if is_first else ran.conditions.error_examples["http_307"]
+    assert "redirects to http://x/?key=***" in told
+
+
 async def test_cuts_are_anywhere_where_several_tokens_come_at_once(tmp_path: Path) -> None:
     """Ten tokens a chunk: a cut after the fifth chunk is one after the fiftieth token."""
     usage = {"prompt_tokens": 10, "completion_tokens": 100}
