@@ -6,22 +6,19 @@ However it ends, conditions.json says how, and outcomes.jsonl has one line for e
 from __future__ import annotations
 
 import asyncio
-import platform
 import resource
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from importlib import metadata
 
 import aiohttp
 from rich.console import Console
 
 from triptych.loadgen.replay.conditions import Conditions, Ended, write_conditions
-from triptych.loadgen.replay.content import Content, TraceContent
 from triptych.loadgen.replay.exchange import Exchange, client_session
-from triptych.loadgen.replay.open_loop import MAX_OPEN, OpenLoop
+from triptych.loadgen.replay.findings import begun, with_malformed, with_prepared, with_told
+from triptych.loadgen.replay.open_loop import OpenLoop
 from triptych.loadgen.replay.options import ReplayOptions
 from triptych.loadgen.replay.outcome import RequestOutcome
 from triptych.loadgen.replay.outcomes_file import OutcomesWriter
@@ -51,15 +48,15 @@ async def replay(trace: Trace, options: ReplayOptions, console: Console) -> Cond
         run.end("interrupted", INTERRUPTED)
         raise
     finally:
-        write_conditions(_with_malformed(run.conditions, trace), options.out)
-    return _with_malformed(run.conditions, trace)
+        write_conditions(with_malformed(run.conditions, trace), options.out)
+    return with_malformed(run.conditions, trace)
 
 
 class _Run:
     """conditions: as far as they are known."""
 
     def __init__(self, trace: Trace, options: ReplayOptions, console: Console) -> None:
-        self.conditions = _begin(trace, options)
+        self.conditions = begun(trace, options)
         self._trace = trace
         self._options = options
         self._console = console
@@ -78,7 +75,7 @@ class _Run:
                     return self.end("target_unreachable", f"{_sentence(error)} Nothing was sent.")
                 except TraceError as error:
                     return self.end("trace_empty", _sentence(error))
-                self.conditions = _with_prepared(self.conditions, prepared)
+                self.conditions = with_prepared(self.conditions, prepared)
                 write_conditions(self.conditions, self._options.out)
                 await self._send(http, prepared)
         if self._outcomes.failure:
@@ -107,7 +104,7 @@ class _Run:
             await watchdog.look_once()
             self._tell(self._line(exchange, loop))
         finally:
-            self.conditions = _with_told(self.conditions, prepared.content, loop)
+            self.conditions = with_told(self.conditions, prepared.content, loop)
             examples = {kind: self._without_secrets(text) for kind, text in loop.error_examples.items()}
             self.conditions = replace(self.conditions, error_examples=examples)
         if watchdog.is_dead:
@@ -157,57 +154,6 @@ class _Run:
 
     def _tell(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def _begin(trace: Trace, options: ReplayOptions) -> Conditions:
-    versions = {"triptych": metadata.version("triptych"), "aiohttp": aiohttp.__version__, "python": platform.python_version()}
-    return Conditions(
-        target=plain(options.target),
-        model=plain(options.model or ""),
-        label="real",
-        versions=versions,
-        started_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        trace=plain(trace.name),
-        trace_form=trace.form,
-        seed=options.send.seed,
-        options=options.as_given,
-        slos=options.slos,
-        isolated=options.isolated,
-        warm_up_s=options.send.warm_up_s,
-    )
-
-
-def _with_prepared(conditions: Conditions, prepared: Prepared) -> Conditions:
-    return replace(
-        conditions,
-        model=plain(prepared.target.model),
-        label=prepared.target.label,
-        versions={**conditions.versions, "server": prepared.target.version},
-        tokens_per_word=None if prepared.costs is None else prepared.costs.per_word,
-        isolated=prepared.isolated,
-        notes=prepared.notes,
-    )
-
-
-def _with_told(conditions: Conditions, content: Content, loop: OpenLoop) -> Conditions:
-    """What the trace's requests came to, besides their outcomes."""
-    notes = conditions.notes
-    if isinstance(content, TraceContent) and content.num_cut:
-        notes = (*notes, f"{content.num_cut:,} requests were longer than the model's context and were cut to fit.")
-    if isinstance(content, TraceContent) and content.num_longer:
-        why = "their pictures, what was said before, or the chat template take more tokens than the trace has in all"
-        notes = (*notes, f"{content.num_longer:,} prompts are longer than in the trace: {why}.")
-    if loop.was_full:
-        notes = (
-            *notes,
-            f"{MAX_OPEN:,} requests were open at once, and others waited for them to end: they were sent late, or not.",
-        )
-    return replace(conditions, notes=notes)
-
-
-def _with_malformed(conditions: Conditions, trace: Trace) -> Conditions:
-    first = tuple(f"line {row.line_number}: {row.reason}" for row in trace.malformed.first)
-    return replace(conditions, num_malformed_rows=trace.malformed.count, malformed_rows=first)
 
 
 def _sentence(error: Exception) -> str:
