@@ -25,16 +25,19 @@ AsJson = Annotated[bool, typer.Option("--json", help="one JSON object as the las
 
 
 def publish(folder: Path) -> Report:
-    """Make the report of a results folder, print it, and write its files there.
+    """Make the report of a results folder, write its files there, and print it.
 
     Raises:
         ReportFailed: it is no results folder, or cannot be written to.
     """
+    console = table_console()
     with Console(stderr=True).status("Making the report ..."):  # of a million requests it takes a minute
         report = make_report(folder)
-    console = table_console()
-    print_report(report, console)
-    names = (plain(str(file)) for file in write_report(report, folder))
+    try:
+        files = write_report(report, folder)
+    finally:
+        print_report(report, console)  # also what cannot be written
+    names = (plain(str(file)) for file in files)
     console.print(*names, style="dim", markup=False, highlight=False, soft_wrap=True)
     return report
 
