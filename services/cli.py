@@ -81,7 +81,9 @@ def up(
     decode: Count = 1,
     colocated: Annotated[bool, typer.Option("--colocated", help="one process for all three engine roles")] = False,
     instances: Annotated[int, typer.Option(min=0, help="this many, with the roles that the policy gives them")] = 0,
-    ready_timeout_s: Annotated[float, typer.Option(min=1, help="give up when not ready in time")] = 600.0,
+    ready_timeout_s: Annotated[
+        float, typer.Option(min=1, help="give up when not ready in time, modelled start not counted")
+    ] = 600.0,
     log_dir: Annotated[Path | None, typer.Option(help="keep the logs there; default: only those of a failed start")] = None,
     as_json: Annotated[
         bool,
@@ -93,7 +95,7 @@ def up(
     # they pull in HTTP client, NATS, uvloop: not for --help
     from triptych.services.launcher.plan import COLOCATED, ONE_OF_EACH, Counts
     from triptych.services.launcher.up import UpOptions, run_up
-    from triptych.shared.emulation import emulated_settings, open_model
+    from triptych.shared.emulation import emulated_settings, open_model, startup_s
     from triptych.shared.http_host import listening_socket, resolve_host
     from triptych.shared.policies.policy_set import policy_set
 
@@ -107,11 +109,13 @@ def up(
         raise BadRequest("device is cuda, but there is no CUDA device on this machine", code="bad_setting")
     open_model(settings)  # a wrong model fails here, once; a hub id is downloaded once
     policies = policy_set(settings.policy)  # so does a wrong policy
-    engines: Mapping[str, int] = COLOCATED if colocated else {"encoder": encoder, "prefill": prefill, "decode": decode}
-    if instances:
-        if colocated or engines != ONE_OF_EACH:
-            raise BadRequest("--instances says how many there are: leave out the counts of single roles", code="bad_setting")
-        engines = policies.placement.counts(instances)
+    ready_timeout_s += startup_s(settings)
+    engines: Mapping[str, int] = {"encoder": encoder, "prefill": prefill, "decode": decode}
+    if (colocated and instances) or ((colocated or instances) and engines != ONE_OF_EACH):
+        reason = "--colocated is one of all roles" if colocated else "--instances says how many there are"
+        raise BadRequest(f"{reason}: leave out the counts of others", code="bad_setting")
+    if colocated or instances:
+        engines = COLOCATED if colocated else policies.placement.counts(instances)
 
     def tell(line: str) -> None:
         with contextlib.suppress(OSError):  # who read along, a terminal too, may be gone
@@ -197,16 +201,23 @@ def profile(
     from triptych.services.profiler.command import TYPICAL, ProfileOptions, run_profile
     from triptych.services.profiler.published import choose, tell_published
     from triptych.shared.checkpoint import open_checkpoint
+    from triptych.shared.emulation import check_emulation
 
     _need_model(settings)
     _log_to_terminal(settings)
+    check_emulation(settings)
+    ignored = {"--quick": quick, "--out": out is not None, "--load": load is not None and settings.emulate}
+    if (settings.emulate or load) and any(ignored.values()):
+        reason = "--emulate measures and loads nothing" if settings.emulate else "--load measures nothing"
+        names = ", ".join(name for name, is_given in ignored.items() if is_given)
+        raise BadRequest(f"{reason}: leave out {names}", code="bad_setting")
     if settings.emulate:
         tell_published(choose(settings.emulate, settings.model, TYPICAL, slo_factor), TYPICAL, as_json)
         return
     os.environ.update(process_environment(settings, is_engine=True))
     checkpoint = open_checkpoint(settings.model, settings.model_name)
     decoding = DecodeOptions(checkpoint.image, checkpoint.revision, settings.max_image_pixels)
-    file = out or Path(f"{checkpoint.name}.profile.json")
+    file = Path(f"{checkpoint.name.replace('/', '-')}.profile.json") if out is None else out
     options = ProfileOptions(quick, file, load, slo_factor, as_json)
     run_profile(settings, checkpoint, lambda encoded: decode_image(encoded, decoding, "picture"), options)
 
@@ -254,11 +265,17 @@ def _parse_counts(text: str, settings: Settings) -> dict[str, int]:
     """How many emulated instances of each stage, or kind, share this process."""
     if not settings.emulate:
         raise BadRequest(f"only emulated instances share a process: {flag_of('emulate')} GPU", code="bad_setting")
-    counts = {}
+    from triptych.services.launcher.plan import MAX_EMULATED  # pulls in asyncio, uvloop: not for --help
+
+    counts: dict[str, int] = {}
+    allowed = {str(count) for count in range(MAX_EMULATED + 1)}
     for part in text.split(","):
         stage, _, count = (word.strip() for word in part.partition("="))
-        if stage not in EMULATED_STAGES or not count.isdecimal():
-            raise BadRequest(f"{part!r} is not STAGE=COUNT of {', '.join(EMULATED_STAGES)}", code="unknown_stage")
+        if stage not in EMULATED_STAGES or stage in counts or count not in allowed:
+            raise BadRequest(
+                f"{part!r} is not STAGE=COUNT, each of {', '.join(EMULATED_STAGES)} once and at most {MAX_EMULATED}",
+                code="unknown_stage",
+            )
         counts[stage] = int(count)
     if not any(counts.values()):
         raise BadRequest("there is no instance to run", code="bad_setting")

@@ -34,9 +34,9 @@ async def open_emulated_host(
     """
     settings = frame.settings
     cost = cost_model_of(settings, roles)
+    engine = EmulatedEngine(cost, open_model(settings), settings, calls.spend)  # first: a wrong setting is told at once
     _log.info("emulated", what=cost.name, time_scale=settings.time_scale, startup_s=cost.startup_s)
     await asyncio.sleep(cost.startup_s / settings.time_scale)
-    engine = EmulatedEngine(cost, open_model(settings), settings, calls.spend)
     transport = await open_transport(frame)
     lag = Gauge(
         "triptych_emulation_lag_seconds",

@@ -35,6 +35,11 @@ class ImageOptions:
     image_mean: tuple[float, float, float]
     image_std: tuple[float, float, float]
 
+    def __post_init__(self) -> None:
+        sizes = (self.patch_size, self.merge_size, self.temporal_patch_size, self.min_pixels, self.max_pixels)
+        if min(sizes) < 1:
+            raise ValueError("sizes of pictures are at least 1")
+
     def key(self) -> bytes:
         """What of the options an image's identity depends on (for mm_hash)."""
         return repr(self).encode()

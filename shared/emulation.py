@@ -20,6 +20,7 @@ from triptych.shared.cost_model.api import CostModel
 from triptych.shared.cost_model.images import NativeResolution
 from triptych.shared.cost_model.published import published_cost_model
 from triptych.shared.cost_model.unknowns import LinkCosts
+from triptych.shared.errors import BadRequest
 from triptych.shared.instance_info import Emulation
 from triptych.shared.messages import Role
 from triptych.shared.settings import Settings
@@ -31,6 +32,9 @@ MAX_POSITION_EMBEDDINGS = {  # of each model's config.json
     "llama-3.2-11b": 131_072,
     "internvl2.5-26b": 32_768,
 }
+ONLY_EMULATED = frozenset(("time_scale", "emulate_tp", "emulate_encoder_tp", "emulate_link"))  # settings
+OF_MODELLED_WORK = ("request_timeout_s", "transfer_timeout_s", "stage_wait_s", "drain_timeout_s")  # deadlines
+EITHER_TP: tuple[tuple[Role, ...], ...] = ((), ("encoder",))  # instances that encode only have a TP degree of their own
 _NO_SIZES = ImageOptions(1, 1, 1, 1, 1 << 40, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))  # pictures are cut by the cost model's rule
 
 
@@ -44,7 +48,7 @@ def open_model(settings: Settings) -> Checkpoint:
 
 
 def _emulated(settings: Settings) -> Checkpoint:
-    cost = cost_model_of(settings)
+    cost, _ = (cost_model_of(settings, roles) for roles in EITHER_TP)  # both are to be had
     special_ids = {token["content"]: int(token["id"]) for token in _tokenizer()["added_tokens"]}
     longest = MAX_POSITION_EMBEDDINGS[settings.model]
     return Checkpoint(
@@ -101,21 +105,52 @@ def num_slots(cost: CostModel, num_image_tokens: int) -> int:
     return math.ceil(num_image_tokens * memory.kv_bytes_per_image_token / memory.kv_bytes_per_token)
 
 
+def startup_s(settings: Settings) -> float:
+    """Real seconds that the slowest instance takes to start; without emulation 0."""
+    if not settings.emulate:
+        return 0.0
+    return max(cost_model_of(settings, roles).startup_s for roles in EITHER_TP) / settings.time_scale
+
+
+def check_emulation(settings: Settings) -> None:
+    """Settings that contradict each other are refused: what is ignored would be believed to hold.
+
+    Raises:
+        BadRequest: in one line.
+    """
+    given = sorted(ONLY_EMULATED & settings.model_fields_set)
+    if given and not settings.emulate:
+        raise BadRequest(f"{', '.join(given)}: only for emulated instances, which need `emulate`, too", code="bad_setting")
+    if settings.emulate and settings.device == "cuda":
+        raise BadRequest("device is cuda, but emulated instances run on none: leave one of them out", code="bad_setting")
+
+
 def emulated_settings(settings: Settings) -> Settings:
     """What GPU instances need in place of defaults that suit a CPU; what was set stays. Deadlines are real time: where
-    modelled time runs slower, they are longer. Without emulation: as they are."""
+    modelled time runs slower, they are longer. Without emulation: as they are.
+
+    Raises:
+        BadRequest: as check_emulation; no figures for model or GPU; or more KV than fits beside the weights.
+    """
+    check_emulation(settings)
     if not settings.emulate:
         return settings
+    cost = cost_model_of(settings)
+    capacity_bytes = cost.memory.kv_capacity_bytes
+    if settings.kv_cache_bytes > capacity_bytes:
+        raise BadRequest(
+            f"kv_cache_bytes is {settings.kv_cache_bytes}, and {cost.name} has {capacity_bytes} beside the weights",
+            code="bad_setting",
+        )
     slower = max(1.0, 1.0 / settings.time_scale)
     defaults = {
-        "kv_cache_bytes": cost_model_of(settings).memory.kv_capacity_bytes,
+        "kv_cache_bytes": capacity_bytes,
         "tensor_store_bytes": 64 << 30,  # chosen: a share of a host's memory; Azure's ND A100 v4 has 1.9 TB for 8 GPUs
         "max_num_seqs": 256,  # vLLM's max_num_seqs
         "max_prefill_tokens": 8192,  # vLLM's max_num_batched_tokens
-        "max_encode_tokens": 16_384,  # chosen: two pictures of Llama-3.2, a dozen of the others
+        "max_encode_tokens": num_slots(cost, 16_384),  # chosen: two pictures of Llama-3.2, a dozen of the others
         "max_inflight": 4096,  # chosen: 64 requests for each of 64 instances
-        "request_timeout_s": slower * Settings.model_fields["request_timeout_s"].default,
-        "transfer_timeout_s": slower * Settings.model_fields["transfer_timeout_s"].default,
+        **{name: slower * Settings.model_fields[name].default for name in OF_MODELLED_WORK},
     }
     return settings.model_copy(
         update={name: value for name, value in defaults.items() if name not in settings.model_fields_set}

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -24,6 +25,8 @@ from triptych.shared.settings import Settings
 
 Members = Mapping[str, Callable[[Settings], ServiceApp]]
 """By slot name, how each service is made."""
+FILES = 64  # chosen: of the process, besides those of its members
+FILES_PER_MEMBER = 4  # chosen: a port to listen on, and probes and metrics that are being asked
 
 _log = structlog.get_logger(__name__)
 
@@ -42,12 +45,21 @@ def run_fleet(process_id: InstanceId, settings: Settings, members: Members) -> i
     """Run until all members have left: each when it is drained, all on SIGTERM or SIGINT. When one can't start, all leave.
     The process's exit status."""
     configure_logs(settings, process_id)
+    _allow_files(FILES + FILES_PER_MEMBER * len(members))
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_run(process_id, settings, members))
     except TriptychError as error:
         _log.error(f"could not start: {error.message}", code=error.code)
         return 1
+
+
+def _allow_files(count: int) -> None:
+    """Many systems let a process open 1024 at first, and more if it asks."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY != soft < count:
+        most = count if hard == resource.RLIM_INFINITY else min(count, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 async def _run(process_id: InstanceId, settings: Settings, members: Members) -> int:

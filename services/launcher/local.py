@@ -50,6 +50,11 @@ class Slot:
     keeper: asyncio.Task[None] | None = None
     spawning: asyncio.Lock = field(default_factory=asyncio.Lock)
 
+    def ids(self) -> dict[str, InstanceId]:
+        """Of the instances of the last process, by name."""
+        names = self.instances or (self.name,)
+        return {} if self.instance_id is None else {name: member_id(name, self.instance_id) for name in names}
+
 
 class LocalLauncher:
     """Slots and their processes. on_exit is called with slot and exit status of each process that ends by itself."""
@@ -127,12 +132,12 @@ class LocalLauncher:
         async with slot.spawning:
             if self._is_stopping:
                 return None
-            slot.relaunch.clear()
             slot.instance_id = new_instance_id(slot.name)
             spec = slot.make_spec(slot.instance_id)
             slot.child = await self._fork(spec, slot.log)
             if slot.child is None and not self._is_stopping:
                 slot.child = await Child.start(spec, slot.log)
+            slot.relaunch.clear()  # at the end: each instance of a shared process is asked for, and all came with this one
             return slot.child
 
     async def _fork(self, spec: ChildSpec, log: ChildLog) -> Child | None:
@@ -171,7 +176,7 @@ class LocalLauncher:
 
     async def _until_asked(self, slot: Slot, status: int) -> None:
         while not slot.relaunch.is_set():
-            is_drained = slot.instance_id in self._drained
+            is_drained = all(instance_id in self._drained for instance_id in slot.ids().values())
             if not is_drained:
                 await self._tell(slot, status)
             try:
@@ -181,8 +186,7 @@ class LocalLauncher:
                 continue
 
     async def _tell(self, slot: Slot, status: int) -> None:
-        if self._bus is None or slot.instance_id is None:
+        if self._bus is None:
             return
-        for name in slot.instances or (slot.name,):
-            lost = Lost(member_id(name, slot.instance_id), name, status, expected=False)
-            await self._bus.publish_event(LOST_SUBJECT, lost)
+        for name, instance_id in slot.ids().items():
+            await self._bus.publish_event(LOST_SUBJECT, Lost(instance_id, name, status, expected=False))

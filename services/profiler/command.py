@@ -17,8 +17,9 @@ from triptych.services.profiler.summary import as_json, print_summary, warnings
 from triptych.shared.checkpoint import Checkpoint
 from triptych.shared.console import table_console
 from triptych.shared.cost_model.derived import TypicalRequest, derive, isolated_slo
-from triptych.shared.cost_model.profile import Machine, Profile, read_profile, write_profile
+from triptych.shared.cost_model.profile import Machine, Profile, read_profile, require_writable, write_profile
 from triptych.shared.environment import process_environment
+from triptych.shared.errors import BadRequest
 from triptych.shared.machine import cpu_name, num_cores
 from triptych.shared.settings import Settings
 
@@ -37,6 +38,10 @@ class ProfileOptions:
     slo_factor: float
     is_json: bool
 
+    @property
+    def plot(self) -> Path:
+        return self.out.with_suffix(".svg")
+
 
 def run_profile(
     settings: Settings, checkpoint: Checkpoint, preprocess: Callable[[bytes], object], options: ProfileOptions
@@ -54,9 +59,10 @@ def run_profile(
         profile = read_profile(options.load)
         profile.require_match(machine, checkpoint.revision)
     else:
+        _require_room(options)
         profile = _measure(settings, checkpoint, machine, preprocess, options.is_quick)
         write_profile(profile, options.out)
-        write_plot(profile, options.out.with_suffix(".svg"))
+        write_plot(profile, options.plot)
     model = profile.cost_model()
     derived = derive(model, TYPICAL, isolated_slo(model, TYPICAL, options.slo_factor))
     if options.is_json:
@@ -65,7 +71,7 @@ def run_profile(
     else:
         print_summary(profile, TYPICAL, derived, table_console())
         if not options.load:
-            sys.stdout.write(f"wrote {options.out} and {options.out.with_suffix('.svg').name}\n")
+            sys.stdout.write(f"wrote {options.out} and {options.plot.name}\n")
     for line in warnings(profile):
         sys.stderr.write(f"warning: {line}\n")
 
@@ -80,6 +86,14 @@ def this_machine(settings: Settings) -> Machine:
         name = cpu_name()
     num_threads = int(process_environment(settings, is_engine=True)["OMP_NUM_THREADS"])
     return Machine(settings.device, name, num_cores(), num_threads, settings.dtype)
+
+
+def _require_room(options: ProfileOptions) -> None:
+    """Before minutes of measuring: profile and plot can be written."""
+    require_writable(options.out)
+    if options.plot == options.out:
+        raise BadRequest("--out is the profile, as JSON: name it other than .svg, the plot goes beside it", code="bad_setting")
+    require_writable(options.plot)
 
 
 def _measure(

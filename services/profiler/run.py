@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,11 +24,12 @@ from triptych.services.profiler.pictures import photograph
 from triptych.services.profiler.timing import Effort, Pass, time_passes
 from triptych.shared.checkpoint import Checkpoint
 from triptych.shared.cost_model.api import decode_work, encode_work, prefill_work
-from triptych.shared.cost_model.fit import fit_stage
+from triptych.shared.cost_model.fit import MIN_POINTS, fit_stage
 from triptych.shared.cost_model.forms import MemoryCosts, PassWork
 from triptych.shared.cost_model.images import NativeResolution
 from triptych.shared.cost_model.profile import VERSION, Machine, Profile, ProfiledModel, StageProfile
 from triptych.shared.engine.api import Engine
+from triptych.shared.errors import BadRequest
 from triptych.shared.settings import Settings
 
 QUICK_EFFORT = Effort(num_rounds=5, stage_budget_s=22.0)  # chosen: with loading under two minutes, four stages
@@ -56,9 +57,16 @@ def measure_profile(settings: Settings, checkpoint: Checkpoint, machine: Machine
     limits = Limits.of(settings, engine.model_card.max_model_len, num_kv_tokens, checkpoint.image)
     grid, effort = (QUICK, QUICK_EFFORT) if is_quick else (FULL, FULL_EFFORT)
     engine_passes = EnginePasses(engine, checkpoint, machine.device == "cuda", tools.clock)
+    passes = {
+        "preprocess": _preprocess_passes(grid, settings, tools),
+        "encode": _encode_passes(grid, limits, engine_passes),
+        "prefill": _prefill_passes(grid, limits, engine_passes),
+        "decode": _decode_passes(grid, limits, engine_passes),
+    }
+    _require_enough(passes)
 
-    def profiled(stage: str, passes: list[Pass]) -> StageProfile:
-        return fit_stage(time_passes(passes, effort, lambda num_left: tools.tick(stage, num_left), tools.clock))
+    def profiled(stage: str) -> StageProfile:
+        return fit_stage(time_passes(passes[stage], effort, lambda num_left: tools.tick(stage, num_left), tools.clock))
 
     return Profile(
         version=VERSION,
@@ -66,11 +74,22 @@ def measure_profile(settings: Settings, checkpoint: Checkpoint, machine: Machine
         machine=machine,
         model=ProfiledModel(checkpoint.name, checkpoint.revision, checkpoint.image),
         memory=_memory(engine, engine_passes, checkpoint, limits),
-        preprocess=profiled("preprocess", _preprocess_passes(grid, settings, tools)),
-        encode=profiled("encode", _encode_passes(grid, limits, engine_passes)),
-        prefill=profiled("prefill", _prefill_passes(grid, limits, engine_passes)),
-        decode=profiled("decode", _decode_passes(grid, limits, engine_passes)),
+        preprocess=profiled("preprocess"),
+        encode=profiled("encode"),
+        prefill=profiled("prefill"),
+        decode=profiled("decode"),
     )
+
+
+def _require_enough(passes: Mapping[str, Sequence[Pass]]) -> None:
+    """Before minutes of measuring that nothing could be fitted to."""
+    for stage, its in passes.items():
+        if len(its) < MIN_POINTS:
+            raise BadRequest(
+                f"only {len(its)} of the passes of {stage} are small enough for these settings, {MIN_POINTS} are needed: "
+                "raise kv_cache_bytes, max_prefill_tokens, max_model_len, max_image_pixels",
+                code="bad_setting",
+            )
 
 
 def _preprocess_passes(grid: Grid, settings: Settings, tools: Tools) -> list[Pass]:

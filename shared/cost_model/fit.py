@@ -19,6 +19,7 @@ from triptych.shared.cost_model.profile import FitError, StageProfile, TimedPass
 NUM_KNEES = 33  # chosen: steps of a quarter over the range below
 KNEE_RANGE = (1.0, 4.0)  # chosen: from one token to four times the largest pass; a knee beyond is a fixed cost
 HOLD_OUT = 4  # chosen: one point in four
+MIN_POINTS = HOLD_OUT  # fewer leave none to hold out between the quickest and the slowest
 EQUALLY_GOOD = 1e-12  # of a sum of squares of relative errors: rounding
 _Matrix = npt.NDArray[np.float64]
 
@@ -32,7 +33,7 @@ def fit_stage(points: Sequence[TimedPass]) -> StageProfile:
     """
     ordered = sorted(points, key=lambda point: point.seconds)
     held = set(range(HOLD_OUT // 2, len(ordered) - 1, HOLD_OUT))
-    if not held:
+    if len(ordered) < MIN_POINTS:
         raise ValueError(f"{len(points)} points are too few to judge a fit")
     marked = tuple(replace(point, is_held_out=i in held) for i, point in enumerate(ordered))
     costs = fit_pass([point for point in marked if not point.is_held_out])

@@ -8,6 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+
+NotNegative = Annotated[float, msgspec.Meta(ge=0)]  # checked where costs are read from a file, as the bounds below are
+_Bytes = Annotated[int, msgspec.Meta(ge=0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,10 +21,10 @@ class PassWork:
     """What one forward pass has to do. num_sequences: sequences, or images for an encoder. num_pairs: (query, key) pairs of
     attention. num_context_tokens: tokens whose KV is read, new ones included. Floats, because tokens may count in part."""
 
-    num_tokens: float
-    num_sequences: float = 0.0
-    num_pairs: float = 0.0
-    num_context_tokens: float = 0.0
+    num_tokens: NotNegative
+    num_sequences: NotNegative = 0.0
+    num_pairs: NotNegative = 0.0
+    num_context_tokens: NotNegative = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +32,12 @@ class PassCosts:
     """Coefficients of one stage, seconds each, none negative; knee_tokens: tokens at which reading weights and computing
     take equally long, the memory-to-compute tipping point. A token costs token_s once the pass is far beyond the knee."""
 
-    fixed_s: float
-    token_s: float
-    knee_tokens: float = 0.0
-    sequence_s: float = 0.0
-    pair_s: float = 0.0
-    context_s: float = 0.0
+    fixed_s: NotNegative
+    token_s: NotNegative
+    knee_tokens: NotNegative = 0.0
+    sequence_s: NotNegative = 0.0
+    pair_s: NotNegative = 0.0
+    context_s: NotNegative = 0.0
 
     def pass_s(self, work: PassWork) -> float:
         """Seconds of one pass; of nothing to do, 0."""
@@ -59,8 +65,8 @@ class MemoryCosts:
     """Bytes of one instance. kv_bytes_per_image_token: of an image token that only cross-attention sees (CroAttn), and 0
     where image tokens are tokens like others. kv_capacity_bytes: room for KV beside the weights."""
 
-    weight_bytes: int
-    kv_bytes_per_token: int
-    kv_bytes_per_image_token: int
-    embedding_bytes_per_token: int
-    kv_capacity_bytes: int
+    weight_bytes: _Bytes
+    kv_bytes_per_token: Annotated[int, msgspec.Meta(gt=0)]
+    kv_bytes_per_image_token: _Bytes
+    embedding_bytes_per_token: _Bytes
+    kv_capacity_bytes: _Bytes

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
 from triptych.shared.checkpoint import ImageOptions
 from triptych.shared.cost_model.api import CostModel
-from triptych.shared.cost_model.forms import MemoryCosts, PassCosts, PassWork, PreprocessCosts
+from triptych.shared.cost_model.forms import MemoryCosts, NotNegative, PassCosts, PassWork, PreprocessCosts
 from triptych.shared.cost_model.images import NativeResolution
 from triptych.shared.cost_model.unknowns import Unknowns
 from triptych.shared.errors import BadRequest
@@ -26,7 +27,7 @@ class TimedPass:
     """One pass that was timed; for preprocess, one picture, whose pixels are the tokens."""
 
     work: PassWork
-    seconds: float
+    seconds: Annotated[float, msgspec.Meta(gt=0)]
     is_held_out: bool = False
 
 
@@ -35,8 +36,8 @@ class FitError:
     """Relative errors of predictions, |predicted / measured - 1|."""
 
     num_points: int
-    median: float
-    p95: float
+    median: NotNegative
+    p95: NotNegative
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class StageProfile:
 
     costs: PassCosts
     error: FitError
-    points: tuple[TimedPass, ...]
+    points: Annotated[tuple[TimedPass, ...], msgspec.Meta(min_length=1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,21 @@ class Profile:
         )
 
 
+def require_writable(path: Path) -> None:
+    """For those who measure for minutes before they write. What is there stays.
+
+    Raises:
+        BadRequest: the file can't be written.
+    """
+    try:
+        is_new = not path.exists()
+        path.open("ab").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise BadRequest(f"cannot write {path.name or path}: {error.strerror}", code="bad_setting") from error
+
+
 def write_profile(profile: Profile, path: Path) -> None:
     """As JSON with line breaks, so that two of them can be compared.
 
@@ -151,9 +167,13 @@ def read_profile(path: Path) -> Profile:
                 f"{path.name} is a profile of version {version}, this is version {VERSION}: run `triptych profile` again",
                 code="wrong_profile",
             )
-        return msgspec.json.decode(content, type=Profile)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        profile = msgspec.json.decode(content, type=Profile)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"{path.name} is not a profile: {error}", code="wrong_profile") from error
+    for name, stage in profile.stages():
+        if not all(stage.costs.pass_s(point.work) > 0 for point in stage.points):
+            raise BadRequest(f"{path.name} is not a profile: passes of {name} cost nothing in it", code="wrong_profile")
+    return profile
 
 
 @dataclass(frozen=True, slots=True)

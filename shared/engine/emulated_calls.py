@@ -51,11 +51,15 @@ class EmulatedCalls:
 
 
 async def _until(at_s: float) -> None:
-    """Sleep until at_s of time.monotonic(), less a tick; also when cancelled meanwhile, which is raised at the end."""
+    """Sleep until at_s of time.monotonic(), less a tick; also when cancelled meanwhile, which is raised at the end. Others get
+    a turn also where at_s is over: calls that are shorter than the loop needs for one would have it for themselves."""
     cancelled: asyncio.CancelledError | None = None
-    while (left_s := at_s - time.monotonic()) > TIMER_TICK_S:
+    is_due = False
+    while not is_due:
+        left_s = at_s - time.monotonic()
+        is_due = left_s <= TIMER_TICK_S
         try:
-            await asyncio.sleep(left_s)
+            await asyncio.sleep(0 if is_due else left_s)
         except asyncio.CancelledError as error:
             cancelled = cancelled or error
     if cancelled is not None:

@@ -64,3 +64,20 @@ async def test_a_cancelled_call_that_runs_lasts_and_one_that_waits_is_never_made
         await running
     assert time.monotonic() - began_s >= 0.09
     assert log == ["runs"]
+
+
+async def test_calls_shorter_than_the_loop_needs_leave_others_their_turns() -> None:
+    """At a fast time scale steps are modelled in less than they take here: heartbeats and joins must not wait for their end."""
+    calls, log, num_turns = EmulatedCalls(time_scale=1000.0), list[str](), 0
+
+    async def other() -> None:
+        nonlocal num_turns
+        while True:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(other())
+    for _ in range(100):
+        await calls.run(call, calls, log, "step", 0.001)
+    task.cancel()
+    assert num_turns >= 100

@@ -7,12 +7,15 @@ import time
 from collections.abc import Sequence
 from typing import Any, cast
 
+import pytest
+
 from support.fake_cluster import ROUTER, FakeCluster, FakeHost, prompt_of, text_request
 from triptych.services.instance import InstanceService
 from triptych.shared.bus import Bus
 from triptych.shared.cost_model.api import DecodeBatch, PrefillChunk
 from triptych.shared.emulation import cost_model_of, open_model
 from triptych.shared.engine.role import HostContext
+from triptych.shared.errors import BadRequest
 from triptych.shared.image_info import ImageInfo
 from triptych.shared.messages import InstanceId, PlacedImage, PrefillRequest, RequestId, Role
 from triptych.shared.sampling_params import SamplingParams
@@ -108,3 +111,9 @@ async def test_kv_is_a_bound_and_preemption_changes_nothing() -> None:
     for request in (*requests, *again):
         await cluster.release(request.request_id)
     await cluster.stop()
+
+
+async def test_a_setting_that_cannot_be_is_told_before_the_start_takes_its_time() -> None:
+    cluster = EmulatedCluster(kv_cache_bytes=1 << 16, time_scale=0.001)
+    with pytest.raises(BadRequest, match="kv_cache_bytes is less than one KV block"):
+        await asyncio.wait_for(cluster.start("d", ["decode"]), 10.0)

@@ -197,6 +197,39 @@ def test_the_command_tells_programs(saved: Path, checkpoint: Checkpoint, capsys:
     assert told["profile"] == str(saved)
 
 
+@pytest.mark.parametrize(
+    ("out", "said"),
+    [
+        ("no/a.json", "cannot write a.json: No such file"),
+        ("", "cannot write .*: Is a directory"),
+        ("a.svg", "name it other than .svg"),
+    ],
+)
+def test_where_it_cannot_go_is_told_before_it_is_measured(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str, said: str
+) -> None:
+    monkeypatch.setattr(run, "open_engine", lambda settings, num_threads: pytest.fail("it was measured"))
+    with pytest.raises(BadRequest, match=said):
+        run_profile(Settings(), checkpoint, lambda encoded: None, options(tmp_path / out))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "stage"),
+    [({"max_prefill_tokens": 16, "max_model_len": 32}, "prefill"), ({"max_image_pixels": 5000}, "preprocess")],
+)
+def test_too_few_passes_are_told_before_they_are_measured(
+    checkpoint: Checkpoint, given: dict[str, Any], stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = CostedEngine()
+    engine.model_card = ModelCard("a-model", "r1", given.get("max_model_len", 8192))
+    monkeypatch.setattr(run, "open_engine", lambda settings, num_threads: engine)
+    tools = Tools(engine.preprocess, lambda stage, num_left: None, engine.clock)
+    with pytest.raises(BadRequest, match=f"passes of {stage} are small enough"):
+        measure_profile(Settings(**given), checkpoint, MACHINE, is_quick=True, tools=tools)
+    assert engine.now_s == 0.0
+
+
 def test_a_profile_of_something_else_is_refused(saved: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     use = options(saved, load=saved)
     with pytest.raises(BadRequest, match="of another model: a-model"):

@@ -20,6 +20,7 @@ from triptych.shared.cost_model.profile import (
     StageProfile,
     TimedPass,
     read_profile,
+    require_writable,
     write_profile,
 )
 from triptych.shared.cost_model.unknowns import Unknowns
@@ -117,6 +118,69 @@ def test_a_wrong_type_in_the_middle_is_named(profile: Profile, tmp_path: Path) -
     path.write_text(json.dumps(content))
     with pytest.raises(BadRequest, match=r"decode\.costs\.token_s"):
         read_profile(path)
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        ("decode.costs.token_s", -1.0),
+        ("prefill.costs.knee_tokens", -0.5),
+        ("encode.points.0.seconds", 0.0),
+        ("encode.points.0.work.num_pairs", -1),
+        ("encode.points", []),
+        ("preprocess.error.p95", -0.1),
+        ("memory.kv_bytes_per_token", 0),
+        ("memory.kv_capacity_bytes", -1),
+        ("model.images.patch_size", 0),
+        ("model.images.max_pixels", -5),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused(profile: Profile, tmp_path: Path, where: str, value: object) -> None:
+    """Else it would be an error of arithmetic much later, or a plan that is nonsense."""
+    refused = _edited(profile, tmp_path / "a.json", where, value)
+    assert where.partition(".")[0] in refused
+
+
+def test_costs_that_are_none_are_refused(profile: Profile, tmp_path: Path) -> None:
+    for name in ("preprocess", "encode", "prefill", "decode"):
+        costs = {"fixed_s": 0, "token_s": 0}
+        assert f"passes of {name} cost nothing" in _edited(profile, tmp_path / "a.json", f"{name}.costs", costs)
+
+
+def _edited(profile: Profile, path: Path, where: str, value: object) -> str:
+    """What is said of a profile with this value in place of its own."""
+    write_profile(profile, path)
+    content = json.loads(path.read_text())
+    *parents, name = where.split(".")
+    place = content
+    for parent in parents:
+        place = place[int(parent) if parent.isdecimal() else parent]
+    place[name] = value
+    path.write_text(json.dumps(content))
+    with pytest.raises(BadRequest) as caught:
+        read_profile(path)
+    assert "\n" not in caught.value.message
+    return caught.value.message
+
+
+@pytest.mark.parametrize("depth", [10_000, 200_000])
+def test_what_is_nested_deeply_is_refused(tmp_path: Path, depth: int) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('{"version": 1, "else": ' + "[" * depth + "]" * depth + "}")
+    with pytest.raises(BadRequest, match="is not a profile"):
+        read_profile(path)
+
+
+def test_whether_it_can_be_written_is_known_before(tmp_path: Path) -> None:
+    there = tmp_path / "there.json"
+    there.write_text("an older one")
+    require_writable(there)
+    require_writable(tmp_path / "new.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["there.json"]
+    assert there.read_text() == "an older one"
+    for path in (tmp_path, tmp_path / "no" / "a.json", there / "a.json", tmp_path / ("x" * 300)):
+        with pytest.raises(BadRequest, match="cannot write"):
+            require_writable(path)
 
 
 def test_no_file_and_no_folder_are_told(profile: Profile, tmp_path: Path) -> None:
