@@ -90,6 +90,11 @@ def cost_model_of(settings: Settings, roles: Sequence[Role] = ()) -> CostModel:
     return published_cost_model(settings.emulate, settings.model, tp)
 
 
+def attends_to_all(settings: Settings) -> bool:
+    """Whether text attends to the pictures after it, too: that of models with cross-attention does."""
+    return bool(settings.emulate) and cost_model_of(settings).architecture == "CroAttn"
+
+
 def link_of(settings: Settings) -> LinkCosts:
     """The network link of one instance."""
     unknowns = cost_model_of(settings).unknowns
@@ -146,6 +151,7 @@ def emulated_settings(settings: Settings) -> Settings:
     defaults = {
         "kv_cache_bytes": capacity_bytes,
         "tensor_store_bytes": 64 << 30,  # chosen: a share of a host's memory; Azure's ND A100 v4 has 1.9 TB for 8 GPUs
+        "embedding_cache_bytes": 4 << 30,  # vLLM's mm_processor_cache_gb, whose pictures take about as much
         "max_num_seqs": 256,  # vLLM's max_num_seqs
         "max_prefill_tokens": 8192,  # vLLM's max_num_batched_tokens
         "max_encode_tokens": num_slots(cost, 16_384),  # chosen: two pictures of Llama-3.2, a dozen of the others

@@ -1,27 +1,34 @@
 """The preprocess service: one message per picture -> its identity, its token count, and its pixels leased for the encoder.
 
 Fetches (fetch.py) or takes uploaded bytes (media.py, uploads.py), decodes in workers (decode_pool.py), puts pixels into its
-transport's store. Started by `triptych serve preprocess`; asked by routers, pulled from by encoders.
+transport's store. A file whose picture is known already is only identified, if that will do. Started by
+`triptych serve preprocess`; asked by routers, pulled from by encoders.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 
 from fastapi import FastAPI
 
+from triptych.cache.index import CacheIndex
 from triptych.cache.keys import NUM_CHANNELS
+from triptych.cache.known_files import KnownFiles
+from triptych.cache.redis_index import open_index
 from triptych.services.preprocess.decode import DecodeOptions
 from triptych.services.preprocess.decode_pool import DecodePool, TimedImage
 from triptych.services.preprocess.emulated import EmulatedDecoder
 from triptych.services.preprocess.fetch import MediaFetcher
 from triptych.services.preprocess.media import MediaBuffer, MediaStore
+from triptych.services.preprocess.preprocess_metrics import PreprocessMetrics
 from triptych.services.preprocess.uploads import Uploads
 from triptych.shared.checkpoint import Checkpoint
 from triptych.shared.emulation import open_model
 from triptych.shared.errors import BadRequest, DeadlineExceeded, InternalError, Overloaded
+from triptych.shared.image_info import ImageInfo
 from triptych.shared.instance_info import ModelCard, Resources, StageLoad
 from triptych.shared.messages import (
     InstanceId,
@@ -46,22 +53,25 @@ from triptych.shared.transport.opening import open_transport
 
 
 class PreprocessService:
-    """See the module's docstring. Event loop only; decoding runs in the pool's workers."""
+    """See the module's docstring. Event loop only; decoding runs in the pool's workers. index: given in tests."""
 
     service: Service = "preprocess"
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, index: CacheIndex | None = None) -> None:
         self.app = FastAPI(title="triptych preprocess", docs_url=None, redoc_url=None, openapi_url=None)
         self._settings = settings
         self._tasks = RequestTasks()
         self._store = MediaStore(settings.media_store_bytes, settings.max_media_bytes, settings.request_timeout_s)
         self._num_preprocessing = 0
+        self._index = index
         self._context: ServiceContext
         self._checkpoint: Checkpoint
         self._options: DecodeOptions
         self._transport: Transport
         self._pool: DecodePool | EmulatedDecoder
         self._fetcher: MediaFetcher
+        self._files: KnownFiles
+        self._metrics: PreprocessMetrics
 
     async def start(self, context: ServiceContext) -> None:
         settings = self._settings
@@ -71,6 +81,9 @@ class PreprocessService:
         self._options = DecodeOptions(self._checkpoint.image, self._checkpoint.revision, settings.max_image_pixels)
         self._pool = EmulatedDecoder(settings) if settings.emulate else DecodePool(settings)
         self._fetcher = _fetcher(settings)
+        self._index = self._index or open_index(settings, self._checkpoint.revision)
+        self._files = KnownFiles(self._index, self._checkpoint.revision)
+        self._metrics = PreprocessMetrics(context.metrics)
         self._transport = await open_transport(context)
         context.registry.on_lost(self._transport.forget_peer)
         Uploads(self._tasks, self._store, settings.request_timeout_s, self._lease_blob, self._refuse_new).add_routes(self.app)
@@ -80,6 +93,7 @@ class PreprocessService:
             case PreprocessRequest():
                 return await self._preprocess(request)
             case PullRequest():
+                self._metrics.on_pull(request)
                 return await self._transport.on_pull(request)
             case PullDone():
                 self._transport.on_pull_done(request)
@@ -107,16 +121,32 @@ class PreprocessService:
                 raise DeadlineExceeded from None
             finally:
                 self._num_preprocessing -= 1
-                if self._tasks.is_released(request.request_id):  # what was leased in the last moment
-                    self._transport.release_request(request.request_id)
+                if self._tasks.is_released(request.request_id):  # what was kept in the last moment
+                    self._drop(request.request_id)
 
     async def _run(self, request: PreprocessRequest) -> PreprocessReply:
-        options = replace(self._options, image=self._options.image.within(request.limits))
+        image_options = self._options.image.within(request.limits)
+        options = replace(self._options, image=image_options, tenant_salt=request.cache_salt)
         begun_at_s = time.monotonic()
-        with await self._bytes_of(request) as buffer:
+        with ExitStack() as held:
+            buffer = held.enter_context(await self._bytes_of(request))
             transfer_s = time.monotonic() - begun_at_s
+            key = await self._files.key_of(buffer.data, image_options.key(), request.cache_salt)
+            if request.may_skip_decode and (known := (await self._files.find([key]))[0]) is not None:
+                held.pop_all()
+                self._metrics.identified.inc()
+                return self._identified(known, buffer, request, transfer_s)
             async with self._pool.decoded(buffer.data, options, request.param) as timed:
+                self._metrics.decodes.inc()
+                self._files.tell(key, timed.image.info)
                 return await self._lease(timed, request, transfer_s)
+
+    def _identified(
+        self, image: ImageInfo, buffer: MediaBuffer, request: PreprocessRequest, transfer_s: float
+    ) -> PreprocessReply:
+        """The bytes wait for a second request, in case that the pixels are needed after all."""
+        media_id = self._store.keep(buffer, request.request_id)
+        return PreprocessReply(image, None, StageTime(self.service, self._context.instance_id, 0.0, transfer_s), media_id)
 
     async def _lease(self, timed: TimedImage, request: PreprocessRequest, transfer_s: float) -> PreprocessReply:
         begun_at_s = time.monotonic()
@@ -154,6 +184,9 @@ class PreprocessService:
 
     def _release(self, request_id: RequestId) -> None:
         self._tasks.cancel(request_id)
+        self._drop(request_id)
+
+    def _drop(self, request_id: RequestId) -> None:
         self._store.release_request(request_id)
         self._transport.release_request(request_id)
 
@@ -195,6 +228,8 @@ class PreprocessService:
         await asyncio.to_thread(self._pool.close)
         await self._fetcher.close()
         await self._transport.close()
+        if self._index is not None:
+            await self._index.close()
 
 
 def _fetcher(settings: Settings) -> MediaFetcher:

@@ -9,8 +9,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from blake3 import blake3
-
+from triptych.cache.keys import file_key
 from triptych.services.preprocess.decode import DecodeOptions, picture_size
 from triptych.services.preprocess.decode_pool import TimedImage
 from triptych.services.preprocess.decode_process import DecodedImage
@@ -53,7 +52,7 @@ class EmulatedDecoder:
         try:
             begun_at_s = time.monotonic()
             width, height = picture_size(bytes(encoded), options, param)
-            info = self._info(width, height, options, blake3(options.model_revision.encode() + encoded).digest())
+            info = self._info(width, height, options, _mm_hash(encoded, options))
             await asyncio.sleep(self._cost.preprocess_s(width, height) / self._time_scale)
             yield TimedImage(DecodedImage(info, b""), begun_at_s - asked_at_s, time.monotonic() - begun_at_s)
         finally:
@@ -74,3 +73,12 @@ class EmulatedDecoder:
 
     def close(self) -> None:
         """It owns no processes."""
+
+
+def _mm_hash(encoded: bytes | bytearray, options: DecodeOptions) -> bytes:
+    return file_key(
+        memoryview(encoded),
+        model_revision=options.model_revision,
+        options_key=options.image.key(),
+        cache_salt=options.tenant_salt,
+    )

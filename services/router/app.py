@@ -15,7 +15,11 @@ import msgspec
 import structlog
 from fastapi import FastAPI, Request, Response
 
+from triptych.cache.index import CacheIndex
+from triptych.cache.known_files import KnownFiles
+from triptych.cache.redis_index import open_index
 from triptych.services.router.asks import Model
+from triptych.services.router.cached_parts import Cache
 from triptych.services.router.client_link import BodyStore
 from triptych.services.router.dispatch import Dispatcher
 from triptych.services.router.edge import Edge, Read
@@ -27,17 +31,19 @@ from triptych.services.router.media_gate import MediaGate
 from triptych.services.router.prompt import PromptBuilder
 from triptych.services.router.record import STAGES, Phase, RequestRecord
 from triptych.services.router.releases import Releases
-from triptych.services.router.router_metrics import RouterMetrics
+from triptych.services.router.router_metrics import IndexMetrics, RouterMetrics
+from triptych.services.router.routing import Routing
 from triptych.services.router.session import Api, Session
 from triptych.services.router.token_streams import TokenStreams
 from triptych.services.router.token_texts import TokenTexts
 from triptych.services.router.tokenizing import answer_quickly, detokenize, tokenize
 from triptych.services.router.uploads import Uploader
 from triptych.shared.checkpoint import Checkpoint
-from triptych.shared.emulation import open_model
+from triptych.shared.emulation import attends_to_all, open_model
 from triptych.shared.errors import InternalError, Overloaded
 from triptych.shared.instance_info import StageLoad
 from triptych.shared.messages import FinishReason, InstanceId, InstanceRequest, Message, ReleaseRequest, Service, stream_subject
+from triptych.shared.policies.policy_set import policy_set
 from triptych.shared.service import Report, ServiceApp, ServiceContext
 from triptych.shared.settings import Settings
 
@@ -60,12 +66,13 @@ class _Running:
 
 
 class RouterService:
-    """A `ServiceApp`, and the `RouterView` of its own paths."""
+    """A `ServiceApp`, and the `RouterView` of its own paths. index: given in tests."""
 
     service: Service = "router"
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, index: CacheIndex | None = None) -> None:
         self._settings = settings
+        self._index = index
         self._running: _Running | None = None
         self._inflight: dict[str, RequestRecord] = {}  # those still arriving included
         self._ids = random.Random(secrets.randbits(128))  # unique, no secrets: the system's generator costs a turn of the lock
@@ -92,22 +99,44 @@ class RouterService:
         await context.bus.listen(stream_subject(context.instance_id), streams.on_event)
         releases = Releases(context.bus)
         context.bus.on_reconnected(releases.on_reconnected)
-        limits = Limits(self.max_model_len, checkpoint.eos_token_ids, self._settings.max_attempts)
+        limits = Limits(
+            self.max_model_len,
+            checkpoint.eos_token_ids,
+            self._settings.max_attempts,
+            self._settings.slo_ttft_text_s,
+            self._settings.slo_ttft_picture_s,
+        )
+        routing = Routing(policy_set(self._settings.policy), book, attends_to_all(self._settings))
         parts = Parts(
             router_id=context.instance_id,
             bus=context.bus,
             book=book,
+            routing=routing,
+            cache=self._open_cache(checkpoint, routing),
             dispatcher=dispatcher,
             streams=streams,
             uploader=Uploader(context.instance_id),
             gate=MediaGate(),
             limits=limits,
-            release=lambda attempt: releases.release(attempt.request_id, attempt.touched),
+            release=releases.release,
         )
         bodies = BodyStore(max(self._settings.body_store_bytes, self._settings.max_body_bytes))
         model, texts = Model(checkpoint.name, prompts), TokenTexts(prompts.tokenizer)
         edge = Edge(self._settings, model, texts, parts, self._workers, bodies, self._admit, self._on_end)
+        context.metrics.register(IndexMetrics(parts.cache.index.counters))
         self._running = _Running(context, checkpoint, parts, edge, RouterMetrics(context.metrics), releases)
+
+    def _open_cache(self, checkpoint: Checkpoint, routing: Routing) -> Cache:
+        index = self._index = self._index or open_index(self._settings, checkpoint.revision)
+        return Cache(
+            index=index,
+            files=KnownFiles(index, checkpoint.revision),
+            rules=routing.policies.cache,
+            image=checkpoint.image,
+            model_revision=checkpoint.revision,
+            block_size=self._settings.block_size,
+            attends_to_all=routing.attends_to_all,
+        )
 
     async def handle(self, request: InstanceRequest) -> Message | None:
         """A router has no work for others."""
@@ -132,6 +161,7 @@ class RouterService:
         if self._running is not None:
             await self._running.releases.stop()
             await self._running.parts.uploader.close()
+            await self._running.parts.cache.index.close()
         for workers in (self._workers, self._side_worker):
             workers.shutdown(wait=False, cancel_futures=True)
 

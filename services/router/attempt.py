@@ -1,45 +1,57 @@
 """One attempt at a request: its pictures' embeddings, the first token, the rest of the output.
 
-The prefill instance is chosen when all embeddings are there (late binding), the decode instance when the first token is.
+The prefill instance is chosen when all embeddings are there (late binding), unless computing what comes before the missing ones
+saves time; the decode instance when the first token is.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import nullcontext
 
 import msgspec
 
+from triptych.services.router.cached_parts import CachedParts, UnifiedSequence
+from triptych.services.router.forecast import overlap_verdict, probable_prefill, prompt_work, refuse_if_late
 from triptych.services.router.job import Job
-from triptych.services.router.picture_stages import PictureStages
-from triptych.services.router.prompt import expand
+from triptych.services.router.pictures import Pictures, most_telling
+from triptych.services.router.prompt import ExpandedPrompt, expand
 from triptych.services.router.record import Phase
 from triptych.services.router.stage_calls import StageCalls
-from triptych.services.router.text_stages import prefill, start_decode
+from triptych.services.router.text_stages import ToPrefill, prefill, start_decode
 from triptych.services.router.token_streams import Tokens
 from triptych.shared.errors import BadRequest, InternalError
-from triptych.shared.messages import InstanceId, PlacedImage, PrefillReply
+from triptych.shared.messages import InstanceId, PrefillReply
+from triptych.shared.policies.routing import PromptWork
 from triptych.shared.sampling_params import SamplingParams
 
 
 class AttemptRun:
-    """`tokens` once, then done."""
+    """`tokens` once, then done. trusts_index: whether what the cache index says is believed, and asked for."""
 
-    def __init__(self, calls: StageCalls, job: Job) -> None:
+    def __init__(self, calls: StageCalls, job: Job, trusts_index: bool = True) -> None:
         self._calls = calls
         self._job = job
-        self._pictures = PictureStages(calls, job.sources, self._max_tokens)
+        sequence = UnifiedSequence(job.prompt, calls.parts.cache, job.terms.cache_salt)
+        is_asked = trusts_index and (bool(job.sources) or self._calls.kv_may_be_elsewhere)
+        self._cached = CachedParts(sequence, calls.may_hold, is_asked)
+        self._pictures = Pictures(calls, job, self._cached, self._max_tokens)
 
     async def tokens(self) -> AsyncGenerator[Tokens]:
         """The output in pieces, the last with finish_reason. Raises TriptychError."""
         calls, parts, record = self._calls, self._calls.parts, self._calls.record
-        has_pictures = bool(self._job.sources)
-        if has_pictures and self._job.prompt.num_text_tokens >= parts.limits.max_model_len():
+        if self._pictures and self._job.prompt.num_text_tokens >= parts.limits.max_model_len():
             self._max_tokens()
-        async with parts.gate.turn(record.arrived_at_s, calls.remaining_s()) if has_pictures else nullcontext():
+        await self._pictures.identify()
+        refuse_if_late(calls, self._work(), self._pictures)
+        needs_room = self._pictures.need_room
+        async with parts.gate.turn(record.arrived_at_s, calls.remaining_s()) if needs_room else nullcontext():
             sampling, prefill_id, first = await self._first_token()
         record.first_token_at_s = time.monotonic()
+        if kept_at := self._pictures.kept_at:
+            parts.release(calls.request_id, kept_at)  # files that nobody needs now
         if first.finish_reason is not None:
             yield Tokens((), first.finish_reason) if first.finish_reason == "stop" else _first_tokens(first)
             return
@@ -61,18 +73,39 @@ class AttemptRun:
 
     async def _first_token(self) -> tuple[SamplingParams, InstanceId, PrefillReply]:
         """The stages up to prefill: how the output is sampled, who has its KV, and its first token."""
-        record, prompt = self._calls.record, self._job.prompt
-        embeddings = await self._pictures.embeddings()
-        sampling = msgspec.structs.replace(self._job.sampling, max_tokens=self._max_tokens())
-        infos = [info for _, info in sorted(self._pictures.infos.items())]
-        record.num_text_tokens = prompt.num_text_tokens
-        record.num_image_tokens = sum(info.num_tokens for info in infos)
-        expanded = expand(prompt, [info.num_tokens for info in infos])
-        placed = tuple(map(PlacedImage, infos, expanded.offsets, embeddings))
-        record.move(Phase.PREFILL)
-        prefill_id, first = await prefill(self._calls, expanded, placed, sampling)
+        pictures, record, prompt = self._pictures, self._calls.record, self._job.prompt
+        try:
+            async with asyncio.TaskGroup() as group:
+                pictures.start(group, probable_prefill(self._calls, self._work()) if pictures else None)
+                await pictures.known()
+                sampling = msgspec.structs.replace(self._job.sampling, max_tokens=self._max_tokens())
+                expanded = expand(prompt, [image.num_tokens for image in pictures.images if image is not None])
+                record.num_text_tokens, record.num_image_tokens = prompt.num_text_tokens, pictures.num_tokens
+                if not overlap_verdict(self._calls, expanded, pictures, self._cached).is_yes:
+                    await pictures.encoded()
+                record.move(Phase.PREFILL)
+                prefill_id, first = await self._prefill(expanded, sampling, group)
+                pictures.stop()
+        except BaseExceptionGroup as errors:
+            raise most_telling(errors) from None
         record.num_cached_tokens = first.num_cached_tokens
         return sampling, prefill_id, first
+
+    async def _prefill(
+        self, expanded: ExpandedPrompt, sampling: SamplingParams, group: asyncio.TaskGroup
+    ) -> tuple[InstanceId, PrefillReply]:
+        pictures = self._pictures
+        given = ToPrefill(
+            prompt=expanded,
+            work=self._work(),
+            sampling=sampling,
+            images=lambda: pictures.placed(expanded.offsets),
+            while_there=lambda instance_id: pictures.forwarding(group, instance_id),
+        )
+        return await prefill(self._calls, given, self._cached)
+
+    def _work(self) -> PromptWork:
+        return prompt_work(self._calls, self._job.prompt, self._pictures, self._cached)
 
     def _max_tokens(self) -> int:
         """How many output tokens are asked for and fit. Needs the sizes of all pictures.
@@ -82,7 +115,7 @@ class AttemptRun:
         """
         limit, wanted = self._calls.parts.limits.max_model_len(), self._job.sampling.max_tokens
         num_text = self._job.prompt.num_text_tokens
-        num_image = sum(info.num_tokens for info in self._pictures.infos.values())
+        num_image = self._pictures.num_tokens
         room = limit - num_text - num_image
         if room >= (wanted or 1):
             return wanted or room

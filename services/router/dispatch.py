@@ -11,6 +11,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import structlog
+
 from triptych.services.router.load_book import InstanceView, LoadBook
 from triptych.services.router.record import Attempt, Stage, StageStamp
 from triptych.shared.errors import UNREACHABLE, DeadlineExceeded, InstanceLost, Overloaded
@@ -21,15 +23,18 @@ from triptych.shared.registry import Registry
 T = TypeVar("T")
 FIRST_WAIT_S, MAX_WAIT_S = 0.02, 0.5  # chosen: pauses between rounds over instances that all refused, or none is there
 
+_log = structlog.get_logger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class Work(Generic[T]):
-    """num_tokens: what it adds to an instance's load. send gives the stage's result; its argument is the chosen one."""
+    """num_tokens: what it adds to an instance's load, less what is cached there. send gives the stage's result; its arguments
+    are the chosen instance and the choice."""
 
     stage: Stage
     num_tokens: int
     choose: Callable[[Sequence[InstanceView]], Choice | None]
-    send: Callable[[Heartbeat], Coroutine[Any, Any, T]]
+    send: Callable[[Heartbeat, Choice], Coroutine[Any, Any, T]]
 
 
 class Dispatcher:
@@ -78,9 +83,12 @@ class Dispatcher:
                 refusals.clear()
                 continue
             stamp.begin(choice.instance_id, choice.reason, now_s)
+            _log.debug(
+                "chosen", stage=work.stage, instance_id=choice.instance_id, reason=choice.reason, request_id=attempt.request_id
+            )
             attempt.touched.add(choice.instance_id)
             try:
-                result = await self._send(work, choice.instance_id, deadline_s)
+                result = await self._send(work, choice, deadline_s)
             except DeadlineExceeded:
                 raise
             except Overloaded as error:
@@ -95,13 +103,14 @@ class Dispatcher:
             stamp.end(time.monotonic(), getattr(result, "time", None))
             return choice.instance_id, result
 
-    async def _send(self, work: Work[T], instance_id: InstanceId, deadline_s: float) -> T:
+    async def _send(self, work: Work[T], choice: Choice, deadline_s: float) -> T:
+        instance_id = choice.instance_id
         beat = self._registry.get(instance_id)
         if beat is None:
             raise InstanceLost("an instance of a stage is gone", instance_id=instance_id, code=UNREACHABLE)
-        with self._book.hold(instance_id, work.stage, work.num_tokens):
+        with self._book.hold(instance_id, work.stage, work.num_tokens - choice.num_cached_tokens):
             try:
-                return await self._until_lost(instance_id, work.send(beat), deadline_s)
+                return await self._until_lost(instance_id, work.send(beat, choice), deadline_s)
             except InstanceLost as error:
                 if error.instance_id == instance_id:
                     self._book.suspect(instance_id)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from triptych.services.router.cached_parts import Cache
 from triptych.services.router.data_url import ImageSource
 from triptych.services.router.dispatch import Dispatcher
 from triptych.services.router.load_book import LoadBook
 from triptych.services.router.media_gate import MediaGate
 from triptych.services.router.prompt import Prompt
-from triptych.services.router.record import Attempt
+from triptych.services.router.routing import Routing
 from triptych.services.router.sampling_fields import NO_TERMS, Terms
 from triptych.services.router.token_streams import TokenStreams
 from triptych.services.router.uploads import Uploader
 from triptych.shared.bus import Bus
-from triptych.shared.messages import InstanceId
+from triptych.shared.messages import InstanceId, RequestId
 from triptych.shared.sampling_params import SamplingParams
 
 
@@ -41,23 +42,33 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """max_model_len: prompt and output tokens together. stop_token_ids: the model's own."""
+    """max_model_len: prompt and output tokens together. stop_token_ids: the model's own. slo_ttft_*_s: the targets of requests
+    that name none; 0: no target."""
 
     max_model_len: Callable[[], int]
     stop_token_ids: tuple[int, ...]
     max_attempts: int
+    slo_ttft_text_s: float = 0.0
+    slo_ttft_picture_s: float = 0.0
+
+    def slo_ttft_s(self, job: Job) -> float | None:
+        """From a request's arrival until its first token is due; None: there is no such target."""
+        own = self.slo_ttft_picture_s if job.sources else self.slo_ttft_text_s
+        return job.terms.slo_ttft_s or own or None
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What all requests of a router share."""
+    """What all requests of a router share. release: tell instances to let go of what they hold for an attempt."""
 
     router_id: InstanceId
     bus: Bus
     book: LoadBook
+    routing: Routing
+    cache: Cache
     dispatcher: Dispatcher
     streams: TokenStreams
     uploader: Uploader
     gate: MediaGate
     limits: Limits
-    release: Callable[[Attempt], None]
+    release: Callable[[RequestId, Collection[InstanceId]], None]

@@ -1,69 +1,179 @@
-"""The stages of pictures: each is preprocessed and then encoded, all of a request side by side. Used by attempt.py."""
+"""The stages of one picture: it becomes known, and is then decoded and encoded, unless somebody holds its embeddings.
+
+When an instance is lost, that picture alone goes through them again, elsewhere. Used by pictures.py.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TypeVar
+
+import structlog
 
 from triptych.services.router.data_url import ImageSource
 from triptych.services.router.dispatch import Work
+from triptych.services.router.load_book import InstanceView
 from triptych.services.router.media_gate import STORE_FULL
+from triptych.services.router.routing import Choose
 from triptych.services.router.stage_calls import StageCalls
-from triptych.shared.errors import BadRequest, InstanceLost, Overloaded, TriptychError
+from triptych.shared.errors import CACHE_MISS, BadRequest, InstanceLost, InternalError, Overloaded, TriptychError
 from triptych.shared.image_info import ImageInfo
 from triptych.shared.messages import (
     EncodeReply,
     EncodeRequest,
     Heartbeat,
+    InstanceId,
     Message,
     PreprocessReply,
     PreprocessRequest,
     TensorRef,
 )
-from triptych.shared.policies.routing import choose_encoder, choose_preprocess
+from triptych.shared.policies.pace import Pace
+from triptych.shared.policies.routing import EMBEDDING_COSTS, Choice, ImageWork, choose_preprocess
 
 R = TypeVar("R", bound=Message)
+WHOLE_ATTEMPT = (STORE_FULL, CACHE_MISS, "request_released")  # codes of what another try with the same id cannot mend
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Picture:
+    """One picture of an attempt.
+
+    file_key: of one that was sent along. image: once it is known. pixels: once it is decoded; media_id, kept_at: where its file
+    waits for that. is_new: it had to be decoded to be known. is_settled: set when it is clear whether its embeddings are
+    needed; if not, is_left_out. encoder_id, due_at_s: where and when they are expected. at: where it went last; lost_at: where
+    its tries ended.
+    """
+
+    index: int
+    source: ImageSource
+    file_key: bytes | None = None
+    image: ImageInfo | None = None
+    pixels: TensorRef | None = None
+    media_id: str | None = None
+    kept_at: InstanceId | None = None
+    is_new: bool = False
+    is_settled: asyncio.Event = field(default_factory=asyncio.Event)
+    is_left_out: bool = False
+    encoder_id: InstanceId | None = None
+    due_at_s: float | None = None
+    at: InstanceId | None = None
+    lost_at: list[InstanceId] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class PictureStages:
-    """`embeddings` once. infos: of the pictures that are preprocessed by now, by index. check_sizes: called when all are,
-    before the last is encoded; may raise."""
+    """Of one attempt. may_skip_decode: a picture that is known by its file need not be decoded to be identified."""
 
     calls: StageCalls
-    sources: Sequence[ImageSource]
-    check_sizes: Callable[[], object]
-    infos: dict[int, ImageInfo] = field(default_factory=dict)
+    may_skip_decode: bool
 
-    async def embeddings(self) -> list[TensorRef]:
-        """Of all pictures, in order. Raises TriptychError, the most telling one of several."""
-        if not self.sources:
-            return []
+    async def identify(self, picture: Picture) -> None:
+        """Set its image, and its pixels where it had to be decoded for that. Raises TriptychError."""
+        while picture.image is None:
+            try:
+                await self._preprocess(picture, self.may_skip_decode)
+                picture.is_new = picture.pixels is not None
+            except InstanceLost as error:
+                self._note_lost(picture, error)
+
+    async def embeddings(self, picture: Picture, holders: Collection[InstanceId], prompt_at: InstanceId | None) -> TensorRef:
+        """Of a known picture: those that one of the holders has, else new ones. prompt_at: where its prompt will probably be
+        computed. Raises TriptychError."""
+        assert picture.image is not None
+        num_tokens = picture.image.num_tokens
+        if holders and (held := await self._held(picture, ImageWork(num_tokens, holders))) is not None:
+            return held
+        work = ImageWork(num_tokens, (), prompt_at, EMBEDDING_COSTS.transfer_s(num_tokens))
+        while True:
+            try:
+                if picture.pixels is None:
+                    await self._preprocess(picture, may_skip_decode=False)
+                reply = await self._encoder(picture, work, self._expecting(picture, work), picture.pixels)
+            except InstanceLost as error:
+                self._note_lost(picture, error)
+            else:
+                self.calls.record.pictures["encoded"] += 1
+                return reply.embeddings
+
+    async def _held(self, picture: Picture, work: ImageWork) -> TensorRef | None:
+        """None: nobody holds them after all, or nobody whom this request may ask."""
+        choose = self.calls.routes.encoder(work)
+
+        def holder_only(views: Sequence[InstanceView]) -> Choice:
+            choice = choose([view for view in views if view.instance_id in work.holders])
+            if choice is None:
+                raise InstanceLost("nobody holds the embeddings of an image any more", code=CACHE_MISS)
+            picture.encoder_id = choice.instance_id
+            return choice
+
         try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._one(i, source)) for i, source in enumerate(self.sources)]
-        except BaseExceptionGroup as errors:
-            raise _most_telling(errors) from None
-        return [task.result() for task in tasks]
+            reply = await self._encoder(picture, work, holder_only, None)
+        except InstanceLost as error:
+            if error.code == STORE_FULL:
+                raise
+            self.calls.record.num_stale += 1
+            return None
+        self.calls.record.pictures["held"] += 1
+        return reply.embeddings
 
-    async def _one(self, index: int, source: ImageSource) -> TensorRef:
-        """It goes on to an encoder as soon as it is preprocessed."""
-        preprocess = Work("preprocess", 1, choose_preprocess, partial(self._send_media, source))
-        _, item = await self.calls.dispatch(preprocess)
-        self.infos[index] = item.image
-        if len(self.infos) == len(self.sources):
-            self.check_sizes()  # don't encode what won't fit
-        encode = Work("encoder", item.image.num_tokens, choose_encoder, partial(self._send_pixels, item))
-        _, encoded = await self.calls.dispatch(encode)
-        return encoded.embeddings
+    def _expecting(self, picture: Picture, work: ImageWork) -> Choose:
+        """The rules' choice; it tells when the embeddings will be there."""
+        choose = self.calls.routes.encoder(work)
 
-    async def _send_media(self, source: ImageSource, beat: Heartbeat) -> PreprocessReply:
-        calls = self.calls
-        media_id = None
-        if source.content is not None:
+        def choose_and_tell(views: Sequence[InstanceView]) -> Choice | None:
+            choice = choose(views)
+            if choice is not None:
+                picture.encoder_id = choice.instance_id
+                chosen = next(view for view in views if view.instance_id == choice.instance_id)
+                picture.due_at_s = time.monotonic() + Pace.of(views).finish_s(chosen, work.num_tokens)
+            return choice
+
+        return choose_and_tell
+
+    async def _encoder(self, picture: Picture, work: ImageWork, choose: Choose, pixels: TensorRef | None) -> EncodeReply:
+        calls, image = self.calls, picture.image
+        assert image is not None
+
+        async def send(beat: Heartbeat, choice: Choice) -> EncodeReply:
+            picture.at = beat.instance_id
+            request = EncodeRequest(
+                calls.request_id, calls.parts.router_id, image, pixels, calls.remaining_s(), calls.slack_s()
+            )
+            return await self._ask_for_room(beat, request, EncodeReply)
+
+        _, reply = await calls.dispatch(Work("encoder", work.num_tokens, choose, send))
+        return reply
+
+    async def _preprocess(self, picture: Picture, may_skip_decode: bool) -> None:
+        """Where its file waits already, if it does."""
+
+        def keeper_only(views: Sequence[InstanceView]) -> Choice:
+            if picture.kept_at not in [view.instance_id for view in views]:
+                raise InstanceLost("the file of an image is gone with its instance", instance_id=picture.kept_at or "")
+            return Choice(picture.kept_at, "has the file")
+
+        async def send(beat: Heartbeat, choice: Choice) -> PreprocessReply:
+            picture.at = beat.instance_id
+            return await self._send_media(picture, beat, may_skip_decode)
+
+        choose: Choose = choose_preprocess if picture.media_id is None else keeper_only
+        instance_id, reply = await self.calls.dispatch(Work("preprocess", 1, choose, send))
+        if picture.image not in (None, reply.image):  # what is at a URL may change
+            raise InstanceLost("an image is another one than it was", code=CACHE_MISS)
+        picture.image, picture.pixels = reply.image, reply.pixels
+        picture.media_id, picture.kept_at = reply.media_id, instance_id
+        if picture.file_key is not None:
+            self.calls.parts.cache.files.keep(picture.file_key, reply.image)
+
+    async def _send_media(self, picture: Picture, beat: Heartbeat, may_skip_decode: bool) -> PreprocessReply:
+        calls, source, media_id = self.calls, picture.source, picture.media_id
+        if media_id is None and source.content is not None:
             try:
                 media_id = await calls.parts.uploader.media(beat, calls.request_id, source.content, calls.remaining_s())
             except BadRequest as error:
@@ -74,36 +184,47 @@ class PictureStages:
             router_id=calls.parts.router_id,
             param=source.param,
             timeout_s=calls.remaining_s(),
-            url=source.url,
+            url=source.url if media_id is None else None,
             media_id=media_id,
             limits=source.limits,
+            cache_salt=calls.terms.cache_salt,
+            may_skip_decode=may_skip_decode,
         )
         return await self._ask_for_room(beat, request, PreprocessReply)
-
-    async def _send_pixels(self, item: PreprocessReply, beat: Heartbeat) -> EncodeReply:
-        calls = self.calls
-        request = EncodeRequest(calls.request_id, calls.parts.router_id, item.image, item.pixels, calls.remaining_s())
-        return await self._ask_for_room(beat, request, EncodeReply)
 
     async def _ask_for_room(self, beat: Heartbeat, request: Message, expected: type[R]) -> R:
         """`ask` for what stays there. A store that stays full may be full of parts of requests that wait for their rest, as
         this one does: it is asked nowhere else, the attempt is given up with all that it holds (see media_gate.py)."""
         try:
-            return await self.calls.ask(beat, request, expected)
+            return await self.calls.ask(beat.instance_id, request, expected)
         except Overloaded as error:
             if error.code != "tensor_store_full":
                 raise
             raise InstanceLost("a stage had no room for the request's pictures", code=STORE_FULL) from error
 
+    def _note_lost(self, picture: Picture, error: InstanceLost) -> None:
+        """Returns when another try of this picture is due, from its file on: who pulled its pixels took them away.
 
-def _most_telling(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Of several images' errors, the one to act on: our own bug, else what only the client can change, else the rest."""
-    order = ("bad_request", "internal", "overloaded", "instance_lost")
+        Raises:
+            InstanceLost: the whole attempt is to be made again.
+            TriptychError: it had its tries.
+        """
+        if error.code in WHOLE_ATTEMPT or self.calls.routes.is_coupled:
+            raise error
+        picture.pixels = picture.media_id = None
+        if picture.at is not None:
+            picture.lost_at.append(picture.at)
+        _log.info(
+            "a picture goes again", request_id=self.calls.request_id, picture=picture.index, code=error.code, at=picture.at
+        )
+        if len(picture.lost_at) >= self.calls.parts.limits.max_attempts:
+            raise self._given_up(picture) from error
 
-    def rank(error: BaseException) -> int:
-        return order.index(error.kind) if isinstance(error, TriptychError) else -1
-
-    flat: list[BaseException] = []
-    for error in errors.exceptions:
-        flat.append(_most_telling(error) if isinstance(error, BaseExceptionGroup) else error)
-    return min(flat, key=rank)
+    def _given_up(self, picture: Picture) -> TriptychError:
+        """As of a whole request (see retry.py): what ended an instance each time is not tried again."""
+        name = f"image {picture.index + 1} of the request"
+        error: TriptychError = Overloaded(f"what was held for {name} got lost on every attempt; try again later")
+        if all(map(self.calls.parts.dispatcher.has_ended, picture.lost_at)):
+            error = InternalError(f"{name} failed on every attempt")
+        error.param = picture.source.param
+        return error

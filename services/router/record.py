@@ -5,6 +5,7 @@ Times are time.monotonic() of the router, passed in; a stage's own times come wi
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
@@ -12,6 +13,8 @@ from typing import Literal
 from triptych.shared.messages import InstanceId, RequestId, StageTime
 
 Stage = Literal["preprocess", "encoder", "prefill", "decode"]
+PictureEnd = Literal["kv", "held", "encoded"]
+PICTURE_ENDS: tuple[PictureEnd, ...] = ("kv", "held", "encoded")
 STAGES: tuple[Stage, ...] = ("preprocess", "encoder", "prefill", "decode")
 
 
@@ -70,17 +73,22 @@ class Attempt:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request from its arrival to its end. base_id is unique; deadline_s is absolute."""
+    """One request from its arrival to its end. base_id is unique; deadline_s is absolute. due_at_s: when its first token is
+    due; None: there is no such target. pictures: how many, of all attempts, were left out since their KV is cached (kv), were
+    held as embeddings (held), or encoded. num_stale: what the cache index told of and was not there."""
 
     base_id: str
     arrived_at_s: float
     deadline_s: float
     phase: Phase = Phase.ADMITTED
+    due_at_s: float | None = None
     attempts: list[Attempt] = field(default_factory=list)
     num_text_tokens: int = 0
     num_image_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
+    pictures: Counter[PictureEnd] = field(default_factory=Counter)
+    num_stale: int = 0
     first_token_at_s: float | None = None
     ended_at_s: float | None = None
 
@@ -110,7 +118,11 @@ class RequestRecord:
     def remaining_s(self, now_s: float) -> float:
         return max(0.0, self.deadline_s - now_s)
 
-    def stage_times(self) -> list[StageTime]:
+    def slack_s(self, now_s: float) -> float | None:
+        """Until the first token is due, at least 0."""
+        return None if self.due_at_s is None else max(0.0, self.due_at_s - now_s)
+
+    def stamps(self) -> list[StageStamp]:
         """The stages of the attempt that counted, in the order they began."""
         stamps = self.attempts[-1].stamps if self.attempts else []
-        return [stamp.time or StageTime(stamp.stage, stamp.instance_id) for stamp in stamps if stamp.instance_id is not None]
+        return [stamp for stamp in stamps if stamp.instance_id is not None]

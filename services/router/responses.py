@@ -13,9 +13,8 @@ from typing import Any, ClassVar
 import msgspec
 
 from triptych.services.router.output import OutputToken, Piece
-from triptych.services.router.record import RequestRecord
+from triptych.services.router.record import RequestRecord, StageStamp
 from triptych.services.router.token_texts import TokenTexts
-from triptych.shared.messages import StageTime
 
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
@@ -169,17 +168,16 @@ def usage_of(records: Sequence[RequestRecord], num_choices: int) -> dict[str, An
 
 def trace_of(record: RequestRecord) -> dict[str, Any]:
     """The request's way through the stages (of the attempt that counted), for X-Triptych-Trace."""
-    return {"attempts": len(record.attempts), "stages": _stages(record.stage_times())}
+    return {"attempts": len(record.attempts), "stages": [_stage(stamp) for stamp in record.stamps()]}
 
 
-def _stages(times: Sequence[StageTime]) -> list[dict[str, Any]]:
-    return [
-        {
-            "stage": time.stage,
-            "instance_id": time.instance_id,
-            "queued_ms": round(time.queued_s * 1000, 3),
-            "transfer_ms": round(time.transfer_s * 1000, 3),
-            "compute_ms": round(time.compute_s * 1000, 3),
-        }
-        for time in times
-    ]
+def _stage(stamp: StageStamp) -> dict[str, Any]:
+    time = stamp.time
+    return {
+        "stage": stamp.stage,
+        "instance_id": stamp.instance_id,
+        "reason": stamp.reason,
+        "queued_ms": round(time.queued_s * 1000, 3) if time else 0.0,
+        "transfer_ms": round(time.transfer_s * 1000, 3) if time else 0.0,
+        "compute_ms": round(time.compute_s * 1000, 3) if time else 0.0,
+    }

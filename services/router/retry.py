@@ -11,9 +11,10 @@ from triptych.services.router.attempt import AttemptRun
 from triptych.services.router.job import Job, Parts
 from triptych.services.router.media_gate import STORE_FULL
 from triptych.services.router.record import RequestRecord
+from triptych.services.router.routing import Routes
 from triptych.services.router.stage_calls import StageCalls
 from triptych.services.router.token_streams import RESTARTED, Tokens
-from triptych.shared.errors import InstanceLost, InternalError, Overloaded, TriptychError
+from triptych.shared.errors import CACHE_MISS, InstanceLost, InternalError, Overloaded, TriptychError
 
 _log = structlog.get_logger(__name__)
 
@@ -24,19 +25,22 @@ async def run_request(parts: Parts, job: Job, record: RequestRecord) -> AsyncGen
     A lost instance means another attempt, as long as nothing of this one has gone out to the client: for an answer in one
     piece that is until its end. RESTARTED then says that what was yielded so far is void. Once something has gone out the
     pictures are let go of (job.sources is emptied). An attempt that found no room is repeated until the request's deadline,
-    which the gate watches.
+    which the gate watches. One that the cache index misled is repeated without asking it.
 
     Raises:
         TriptychError: the request ends in this error.
     """
-    num_failed = 0
+    if (slo_ttft_s := parts.limits.slo_ttft_s(job)) is not None:
+        record.due_at_s = record.arrived_at_s + slo_ttft_s
+    num_failed, trusts_index = 0, True
     while True:
         attempt = record.begin_attempt()
         if len(record.attempts) > 1:
             yield RESTARTED
         is_out = False
         try:
-            async with aclosing(AttemptRun(StageCalls(parts, record, attempt), job).tokens()) as pieces:
+            calls = StageCalls(parts, record, attempt, Routes(parts.routing), job.terms)
+            async with aclosing(AttemptRun(calls, job, trusts_index).tokens()) as pieces:
                 async for piece in pieces:
                     if job.is_streaming:
                         is_out = True
@@ -47,11 +51,14 @@ async def run_request(parts: Parts, job: Job, record: RequestRecord) -> AsyncGen
             _log.info("an attempt failed", request_id=attempt.request_id, code=error.code, instance_id=error.instance_id)
             if is_out:
                 raise
-            num_failed += error.code != STORE_FULL
+            is_misled = error.code == CACHE_MISS and trusts_index
+            num_failed += error.code != STORE_FULL and not is_misled
+            record.num_stale += is_misled
+            trusts_index = trusts_index and not is_misled
             if num_failed >= parts.limits.max_attempts:
                 raise _given_up(parts, record) from error
         finally:
-            parts.release(attempt)
+            parts.release(attempt.request_id, attempt.touched)
 
 
 def _given_up(parts: Parts, record: RequestRecord) -> TriptychError:

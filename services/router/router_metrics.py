@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
-from triptych.services.router.record import STAGES, Phase, RequestRecord
+from triptych.cache.index import IndexCounters
+from triptych.services.router.record import PICTURE_ENDS, STAGES, Phase, RequestRecord
 from triptych.shared.messages import FinishReason
 
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
@@ -39,6 +42,13 @@ class RouterMetrics:
         self.ttft = _by_value("triptych_time_to_first_token_seconds", "arrival to first token", MODALITY, registry)
         self.e2e = _by_value("triptych_e2e_request_latency_seconds", "arrival to last token", MODALITY, registry)
         self.stage_seconds = _by_value("triptych_stage_seconds", "sent to a stage until its result", STAGE, registry)
+        pictures = Counter(
+            "triptych_request_pictures", "pictures: KV cached, embeddings held, or encoded", ["how"], registry=registry
+        )
+        self.pictures = {how: pictures.labels(how) for how in PICTURE_ENDS}
+        self.stale = Counter(
+            "triptych_request_cache_stale", "times that what the cache index told of was not there", registry=registry
+        )
         for code in KNOWN_CODES:
             self.requests.labels(code, "stop" if code == 200 else "")
         self.requests.labels(200, "length")
@@ -55,6 +65,10 @@ class RouterMetrics:
         self.retries.inc(sum(max(0, len(one.attempts) - 1) for one in records))
         if record.phase is Phase.CANCELLED:
             self.cancellations.labels(phase_before.value).inc()
+        for one in records:
+            self.stale.inc(one.num_stale)
+            for how, count in one.pictures.items():
+                self.pictures[how].inc(count)
         modality = "image" if record.num_image_tokens else "text"
         if record.first_token_at_s is not None:
             self.ttft[modality].observe(record.first_token_at_s - record.arrived_at_s)
@@ -64,3 +78,21 @@ class RouterMetrics:
             for stamp in attempt.stamps:
                 if stamp.begun_at_s is not None and stamp.ended_at_s is not None:
                     self.stage_seconds[stamp.stage].observe(stamp.ended_at_s - stamp.begun_at_s)
+
+
+class IndexMetrics(Collector):
+    """How the cache index of this process was asked."""
+
+    def __init__(self, counters: IndexCounters) -> None:
+        self._counters = counters
+
+    def collect(self) -> Iterator[Metric]:
+        """One counter for each of IndexCounters."""
+        texts = {
+            "round_trips": "questions to the cache index",
+            "failures": "those that were not answered in time, and hints that were not taken",
+            "skipped": "questions not asked, since the index failed lately",
+            "lost": "hints that were dropped",
+        }
+        for name, text in texts.items():
+            yield CounterMetricFamily(f"triptych_index_{name}", text, value=getattr(self._counters, f"num_{name}"))

@@ -9,8 +9,10 @@ from typing import TypeVar
 from triptych.services.router.dispatch import Work
 from triptych.services.router.job import Parts
 from triptych.services.router.record import Attempt, RequestRecord
+from triptych.services.router.routing import Routes
+from triptych.services.router.sampling_fields import Terms
 from triptych.shared.errors import InternalError
-from triptych.shared.messages import Heartbeat, InstanceId, Message, RequestId
+from triptych.shared.messages import InstanceId, Message, RequestId
 
 T = TypeVar("T")
 R = TypeVar("R", bound=Message)
@@ -23,6 +25,8 @@ class StageCalls:
     parts: Parts
     record: RequestRecord
     attempt: Attempt
+    routes: Routes
+    terms: Terms
 
     @property
     def request_id(self) -> RequestId:
@@ -32,13 +36,29 @@ class StageCalls:
     def remaining_s(self) -> float:
         return self.record.remaining_s(time.monotonic())
 
+    @property
+    def kv_may_be_elsewhere(self) -> bool:
+        """Whether the KV of a prompt may be at another instance than it would go to, and of use there."""
+        return "prefill" not in self.parts.routing.policies.routing.coupled and self.parts.book.num_with_kv > 1
+
+    def may_hold(self, instance_id: InstanceId) -> bool:
+        """Whether KV that is cached there is of use to the request."""
+        home = self.routes.kv_home()
+        return (home is None or instance_id == home) and self.parts.book.is_ready(instance_id)
+
+    def slack_s(self) -> float | None:
+        """Until the first token is due; None: there is no such target."""
+        return self.record.slack_s(time.monotonic())
+
     async def dispatch(self, work: Work[T]) -> tuple[InstanceId, T]:
         """Who did it, and its result. Raises as `Dispatcher.dispatch` does."""
-        return await self.parts.dispatcher.dispatch(work, self.attempt, self.record.deadline_s)
+        instance_id, result = await self.parts.dispatcher.dispatch(work, self.attempt, self.record.deadline_s)
+        self.routes.bind(instance_id)
+        return instance_id, result
 
-    async def ask(self, beat: Heartbeat, request: Message, expected: type[R]) -> R:
+    async def ask(self, instance_id: InstanceId, request: Message, expected: type[R]) -> R:
         """The answer of the chosen instance. Raises as `Bus.request` does."""
-        reply = await self.parts.bus.request(beat.instance_id, request, self.remaining_s())
+        reply = await self.parts.bus.request(instance_id, request, self.remaining_s())
         if not isinstance(reply, expected):
             raise InternalError("a stage answered with a message of another kind")
         return reply

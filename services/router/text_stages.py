@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 
+from triptych.services.router.cached_parts import CachedParts
 from triptych.services.router.dispatch import Work
 from triptych.services.router.job import Job
+from triptych.services.router.load_book import InstanceView
 from triptych.services.router.prompt import ExpandedPrompt
+from triptych.services.router.routing import Choose
 from triptych.services.router.stage_calls import StageCalls
+from triptych.shared.errors import CACHE_MISS, InstanceLost
 from triptych.shared.messages import (
     MAX_INLINE_TOKENS,
     Accepted,
@@ -18,11 +24,12 @@ from triptych.shared.messages import (
     PlacedImage,
     PrefillReply,
     PrefillRequest,
+    PrefixSource,
     PromptTokens,
     TensorRef,
 )
 from triptych.shared.policies.batching import num_blocks_for
-from triptych.shared.policies.routing import choose_decode, choose_prefill, choose_preprocess
+from triptych.shared.policies.routing import Choice, PromptWork, choose_preprocess
 from triptych.shared.sampling_params import SamplingParams
 from triptych.shared.token_set import token_set
 from triptych.shared.wire import MAX_PAYLOAD_BYTES
@@ -31,27 +38,64 @@ PLACED_IMAGE_BYTES = 512  # measured: up to 330 bytes on the wire with our ids
 MESSAGE_SLACK_BYTES = 4096  # chosen: everything else of a PrefillRequest
 
 
-async def prefill(
-    calls: StageCalls, prompt: ExpandedPrompt, images: tuple[PlacedImage, ...], sampling: SamplingParams
-) -> tuple[InstanceId, PrefillReply]:
+@dataclass(frozen=True, slots=True)
+class ToPrefill:
+    """What goes to prefill. images: as they are when it is sent. while_there: entered with the chosen instance."""
+
+    prompt: ExpandedPrompt
+    work: PromptWork
+    sampling: SamplingParams
+    images: Callable[[], tuple[PlacedImage, ...]]
+    while_there: Callable[[InstanceId], AbstractContextManager[object]]
+
+
+async def prefill(calls: StageCalls, given: ToPrefill, cached: CachedParts) -> tuple[InstanceId, PrefillReply]:
     """Who did it, and the first token. Raises TriptychError."""
-    tokens = await _prompt_tokens(calls, prompt, len(images))
+    tokens = await _prompt_tokens(calls, given.prompt)
 
-    async def send(beat: Heartbeat) -> PrefillReply:
-        request = PrefillRequest(calls.request_id, calls.parts.router_id, tokens, images, sampling, calls.remaining_s())
-        return await calls.ask(beat, request, PrefillReply)
+    async def send(beat: Heartbeat, choice: Choice) -> PrefillReply:
+        source = choice.pull_from
+        request = PrefillRequest(
+            request_id=calls.request_id,
+            router_id=calls.parts.router_id,
+            prompt=tokens,
+            images=given.images(),
+            sampling=given.sampling,
+            timeout_s=calls.remaining_s(),
+            cache_salt=calls.terms.cache_salt,
+            prefix=None if source is None else PrefixSource(source, cached.num_blocks(source)),
+            slack_s=calls.slack_s(),
+        )
+        with given.while_there(beat.instance_id):
+            return await calls.ask(beat.instance_id, request, PrefillReply)
 
-    return await calls.dispatch(Work("prefill", tokens.num_tokens, choose_prefill, send))
+    choose = _relying_on(cached, calls.routes.prefill(given.work))
+    return await calls.dispatch(Work("prefill", given.work.num_tokens, choose, send))
 
 
-async def _prompt_tokens(calls: StageCalls, prompt: ExpandedPrompt, num_images: int) -> PromptTokens:
+def _relying_on(cached: CachedParts, choose: Choose) -> Choose:
+    """Pictures were left out since their KV is cached: an instance that has it not gets it, whatever the rules say."""
+
+    def choose_with_kv(views: Sequence[InstanceView]) -> Choice | None:
+        choice = choose(views)
+        if choice is None or cached.has_what_is_relied_on(choice.pull_from or choice.instance_id):
+            return choice
+        source = cached.source()
+        if source is None:
+            raise InstanceLost("nobody holds the KV of an image any more", code=CACHE_MISS)
+        return replace(choice, reason=f"{choice.reason}; the KV of its images comes from {source}", pull_from=source)
+
+    return choose_with_kv
+
+
+async def _prompt_tokens(calls: StageCalls, prompt: ExpandedPrompt) -> PromptTokens:
     """Inline, or left at a preprocess instance where the message would get too large."""
     content = prompt.to_bytes()
-    num_bytes = len(content) + num_images * PLACED_IMAGE_BYTES + MESSAGE_SLACK_BYTES
+    num_bytes = len(content) + len(prompt.offsets) * PLACED_IMAGE_BYTES + MESSAGE_SLACK_BYTES
     if len(prompt.token_ids) <= MAX_INLINE_TOKENS and num_bytes <= MAX_PAYLOAD_BYTES:
         return PromptTokens(len(prompt.token_ids), inline=content)
 
-    async def send(beat: Heartbeat) -> TensorRef:
+    async def send(beat: Heartbeat, choice: Choice) -> TensorRef:
         return await calls.parts.uploader.blob(beat, calls.request_id, content, calls.remaining_s())
 
     _, leased = await calls.dispatch(Work("preprocess", 1, choose_preprocess, send))
@@ -64,7 +108,7 @@ async def start_decode(
     """Hand over to a decode instance; tokens come on the request's stream from then on. Raises TriptychError."""
     num_prompt_tokens = calls.record.num_text_tokens + calls.record.num_image_tokens
 
-    async def send(beat: Heartbeat) -> Accepted:
+    async def send(beat: Heartbeat, choice: Choice) -> Accepted:
         calls.parts.streams.expect(calls.request_id, beat.instance_id)
         request = DecodeRequest(
             request_id=calls.request_id,
@@ -77,9 +121,9 @@ async def start_decode(
             prompt_token_set=token_set(job.prompt.token_ids) if sampling.repetition_penalty != 1 else b"",
             whole=job.is_whole,
         )
-        return await calls.ask(beat, request, Accepted)
+        return await calls.ask(beat.instance_id, request, Accepted)
 
     num_blocks = num_blocks_for(num_prompt_tokens + 1, kv.block_size)
-    choose = partial(choose_decode, num_blocks=num_blocks, prefill_id=prefill_id)
+    choose = calls.routes.decode(num_blocks, prefill_id)
     decode_id, _ = await calls.dispatch(Work("decode", num_prompt_tokens, choose, send))
     return decode_id

@@ -27,6 +27,7 @@ from PIL import Image
 from support.bare_checkpoint import write_bare_checkpoint
 from support.nats_server import NatsServer
 from support.odd_pictures import ODD, file, noise
+from triptych.cache.index import CacheIndex, MemoryIndex
 from triptych.services.preprocess.app import PreprocessService
 from triptych.services.preprocess.decode import DecodeOptions, decode_image
 from triptych.shared.bus import Bus
@@ -99,6 +100,11 @@ class Preprocess:
     async def pull(self, ref: TensorRef) -> torch.Tensor:
         return await self.transport.pull(ref, self.service.report().transport, 10)
 
+    def counted(self) -> dict[str, float]:
+        """Pictures decoded, and only identified."""
+        value = self.context.metrics.get_sample_value
+        return {name: value(f"triptych_pictures_{name}_total") or 0 for name in ("decoded", "identified")}
+
     async def release(self, request_id: RequestId) -> None:
         await self.bus.publish(self.context.instance_id, ReleaseRequest(request_id))
 
@@ -135,20 +141,21 @@ Start = Callable[..., Awaitable[Preprocess]]
 
 @pytest.fixture
 async def start(nats_server: NatsServer, checkpoint: Path) -> AsyncIterator[Start]:
-    """start(**settings) -> a running Preprocess."""
+    """start(index=..., **settings) -> a running Preprocess, of which there may be two (with another name)."""
     async with AsyncExitStack() as stack:
 
         async def begin(**overrides: object) -> Preprocess:
+            index = overrides.pop("index", None)
             settings = Settings(model=str(checkpoint), nats_url=nats_server.url, **({"heartbeat_interval_s": 0.1} | overrides))
-            return await stack.enter_async_context(_running(settings))
+            return await stack.enter_async_context(_running(settings, index))
 
         yield begin
 
 
 @asynccontextmanager
-async def _running(settings: Settings) -> AsyncIterator[Preprocess]:
-    instance_id, encoder_id = InstanceId("preprocess-0-bbbbbbbb"), InstanceId("encoder-0-cccccccc")
-    service = PreprocessService(settings)
+async def _running(settings: Settings, index: CacheIndex | None) -> AsyncIterator[Preprocess]:
+    instance_id, encoder_id = InstanceId(f"{settings.name or 'preprocess-0'}-bbbbbbbb"), InstanceId("encoder-0-cccccccc")
+    service = PreprocessService(settings, index)
     bus, client_bus = await Bus.connect(settings.nats_url, instance_id), await Bus.connect(settings.nats_url, encoder_id)
     with closing(listening_socket("127.0.0.1", 0)) as listener:
         registry = Registry(settings.heartbeat_timeout_s)
@@ -233,6 +240,62 @@ async def test_url_is_downloaded(start: Start) -> None:
         downloaded = await preprocess.ask(R2, url=url)
     assert downloaded.image == uploaded.image
     assert downloaded.time.transfer_s > 0
+
+
+# --- what is known already ----------------------------------------------------------------------------------------------------
+
+
+async def test_a_known_file_is_not_decoded_until_its_pixels_are_wanted(start: Start) -> None:
+    preprocess = await start()
+    first = await preprocess.upload_and_ask(_png(), may_skip_decode=True)
+    assert first.pixels is not None
+    assert first.media_id is None
+    known = await preprocess.upload_and_ask(_png(), R2, may_skip_decode=True)
+    assert (known.image, known.pixels) == (first.image, None)
+    assert preprocess.counted() == {"decoded": 1, "identified": 1}
+    wanted = await preprocess.ask(R2, media_id=known.media_id)
+    assert wanted.image == first.image
+    assert torch.equal(await preprocess.pull(wanted.pixels), await preprocess.pull(first.pixels))
+    assert preprocess.counted() == {"decoded": 2, "identified": 1}
+    await preprocess.until_empty()
+
+
+async def test_another_process_told_the_index(start: Start) -> None:
+    index = MemoryIndex()
+    first = await (await start(index=index)).upload_and_ask(_png())
+    preprocess = await start(index=index, name="preprocess-1")
+    known = await preprocess.upload_and_ask(_png(), R2, may_skip_decode=True)
+    assert (known.image, known.pixels) == (first.image, None)
+    assert preprocess.counted() == {"decoded": 0, "identified": 1}
+
+
+async def test_what_was_only_identified_goes_with_its_request(start: Start) -> None:
+    preprocess = await start()
+    await preprocess.pull((await preprocess.upload_and_ask(_png())).pixels)
+    known = await preprocess.upload_and_ask(_png(), R2, may_skip_decode=True)
+    assert preprocess.left_over()[-1] == len(_png())
+    await preprocess.release(R2)
+    await preprocess.until_empty()
+    with pytest.raises(InstanceLost):
+        await preprocess.ask(RequestId("r3"), media_id=known.media_id)
+
+
+async def test_tenants_do_not_share_what_is_known(start: Start) -> None:
+    preprocess = await start()
+    replies = [
+        await preprocess.upload_and_ask(_png(), RequestId(f"r{i}"), may_skip_decode=True, cache_salt=salt)
+        for i, salt in enumerate((b"", b"a", b"b", b"a"))
+    ]
+    assert [reply.pixels is None for reply in replies] == [False, False, False, True]
+    assert len({reply.image.mm_hash for reply in replies}) == 3
+
+
+async def test_a_known_file_seen_at_another_size_is_another_picture(start: Start) -> None:
+    preprocess = await start()
+    picture = _png(size=(400, 300))
+    await preprocess.upload_and_ask(picture, may_skip_decode=True)
+    small = await preprocess.upload_and_ask(picture, R2, may_skip_decode=True, limits=PixelLimits(max_pixels=112 * 84))
+    assert small.pixels is not None
 
 
 async def test_many_pictures_at_once(start: Start) -> None:

@@ -1,6 +1,7 @@
 """Stages without a model for tests of the router: they answer over a bus in memory and remember what they hold.
 
 `World` is a cluster of them with a real router in front, served over HTTP on a free port. Messages go through their wire form.
+With `is_caching` they keep what they made, and tell the index, as real ones do; a picture is what its bytes, or its URL, are.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,15 +21,19 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from triptych.cache.index import CacheIndex, MemoryIndex
+from triptych.cache.keys import ImagePlace, file_key, mm_hash, prompt_chain, root_key
 from triptych.services.router.app import RouterService
 from triptych.shared.bus import Bus
-from triptych.shared.errors import UNREACHABLE, InstanceLost, TriptychError
+from triptych.shared.checkpoint import open_checkpoint
+from triptych.shared.errors import CACHE_MISS, UNREACHABLE, InstanceLost, TriptychError
 from triptych.shared.http_host import add_probes, gate_until_started, listening_socket, make_server, url_of
 from triptych.shared.image_info import ImageInfo
 from triptych.shared.instance_info import ModelCard, Resources, StageLoad
 from triptych.shared.messages import (
     Accepted,
     DecodeRequest,
+    EmbeddingsReady,
     EncodeReply,
     EncodeRequest,
     Event,
@@ -156,6 +162,9 @@ class FakeStage:
         self.released: list[RequestId] = []
         self.seen: list[Any] = []
         self.media: dict[str, bytes] = {}
+        self.landed: dict[tuple[RequestId, int], TensorRef] = {}
+        self.embeddings: set[bytes] = set()
+        self.kv: set[bytes] = set()
         self.tasks: set[asyncio.Task[None]] = set()
 
     def beat(self) -> None:
@@ -206,19 +215,67 @@ class FakeStage:
     async def default(self, request: Any) -> Message:
         match request:
             case PreprocessRequest():
-                image = ImageInfo(b"h" * 32, 56, 56, (1, 4, 4), IMAGE_TOKENS)
-                return PreprocessReply(image, self.ref("pixels"), self.time("preprocess"))
+                return self.preprocess(request)
             case EncodeRequest():
-                return EncodeReply(self.ref("embeddings"), self.time("encoder"))
+                return self.encode(request)
             case PrefillRequest():
+                num_cached = await self.compute(request)
                 first = self.world.answer_ids[0]
                 [logprobs] = logprobs_of(request.sampling, first) or (None,)
-                return msgspec.structs.replace(self.prefilled(first), logprobs=logprobs)
+                return msgspec.structs.replace(self.prefilled(first), logprobs=logprobs, num_cached_tokens=num_cached)
+            case EmbeddingsReady():
+                self.landed[request.request_id, request.index] = request.embeddings
+                return Accepted()
             case DecodeRequest():
                 self.spawn(self.stream(request, self.world.answer_ids[1:]))
                 return Accepted()
             case _:
                 raise AssertionError(f"unexpected {request}")
+
+    def preprocess(self, request: PreprocessRequest) -> PreprocessReply:
+        content = self.media.get(request.media_id or "") or str(request.url).encode()
+        if request.may_skip_decode and (known := self.world.known.get(content)) is not None:
+            media_id = f"kept-{len(self.media)}"
+            self.media[media_id] = content
+            return PreprocessReply(known, None, self.time("preprocess"), media_id)
+        options_key = self.world.checkpoint.image.within(request.limits).key()
+        names = {"model_revision": self.world.revision, "options_key": options_key}
+        pixels = (content * 3)[: len(content) // 3 * 9]
+        digest = mm_hash([pixels], (1, len(pixels) // 3), tenant_salt=request.cache_salt, **names)
+        image = ImageInfo(digest, 56, 56, (1, 4, 4), IMAGE_TOKENS)
+        if self.world.is_caching:
+            self.world.index.remember(file_key(content, cache_salt=request.cache_salt, **names), image)
+        return PreprocessReply(image, self.ref("pixels"), self.time("preprocess"))
+
+    def encode(self, request: EncodeRequest) -> EncodeReply:
+        key = request.image.mm_hash
+        is_cached = key in self.embeddings
+        if request.pixels is None and not is_cached:
+            raise InstanceLost("not held", code=CACHE_MISS)
+        if self.world.is_caching:
+            self.embeddings.add(key)
+            self.world.index.hold(self.instance_id, "embeddings", [key])
+        return EncodeReply(self.ref("embeddings"), self.time("encoder"), is_cached)
+
+    async def compute(self, request: PrefillRequest) -> int:
+        """How many tokens were cached, after all embeddings have come that are needed."""
+        token_ids = memoryview(request.prompt.inline).cast("I").tolist()
+        block_size = self.world.settings.block_size
+        root = root_key(self.world.revision, block_size, request.cache_salt)
+        places = [ImagePlace(placed.image.mm_hash, placed.offset, placed.image.num_tokens) for placed in request.images]
+        keys = prompt_chain(token_ids, places, block_size, root).keys
+        held = self.kv | (self.world.stages[request.prefix.instance_id].kv if request.prefix else set())
+        usable = keys[: max(0, len(token_ids) - 1) // block_size]
+        num_cached = block_size * len(list(takewhile(held.__contains__, usable)))
+        for index, placed in enumerate(request.images):
+            if placed.is_awaited:
+                await until(lambda i=index: (request.request_id, i) in self.landed, "embeddings land")
+            elif placed.embeddings is None and placed.offset + placed.image.num_tokens > num_cached:
+                raise InstanceLost("not cached", code=CACHE_MISS)
+        if self.world.is_caching:
+            self.kv.update(keys)
+            self.world.index.hold(self.instance_id, "kv", keys)
+        return num_cached
 
     def prefilled(self, first_token: int) -> PrefillReply:
         kv = KvRef(self.ref("kv"), 16, 16, 0, "layout")
@@ -256,9 +313,10 @@ def logprobs_of(sampling: SamplingParams, token_id: int) -> tuple[TokenLogprobs,
 
 
 class World:
-    """`async with World(folder) as world`: a router over HTTP at world.url, and whatever stages the test adds."""
+    """`async with World(folder) as world`: a router over HTTP at world.url, and whatever stages the test adds. known: pictures
+    that preprocess knows by their bytes, or URL."""
 
-    def __init__(self, checkpoint: Path, max_model_len: int = 20_000, **settings: Any) -> None:
+    def __init__(self, checkpoint: Path, max_model_len: int = 20_000, index: CacheIndex | None = None, **settings: Any) -> None:
         self.settings = Settings(model=str(checkpoint), model_name=MODEL, **settings)
         self.max_model_len = max_model_len
         self.bus = MemoryBus()
@@ -266,9 +324,14 @@ class World:
         self.stages: dict[InstanceId, FakeStage] = {}
         self.all_stages: list[FakeStage] = []
         self.num_tensors = 0
+        self.index = index or MemoryIndex()
+        self.is_caching = False
+        self.known: dict[bytes, ImageInfo] = {}
+        self.checkpoint = open_checkpoint(str(checkpoint), MODEL)
+        self.num_media = 0
         self.blobs: list[bytes] = []
         self.revision = ""
-        self.router = RouterService(self.settings)
+        self.router = RouterService(self.settings, self.index)
         self.tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
         self.answer_ids: list[int] = self.tokenizer.encode(ANSWER, add_special_tokens=False).ids
 
@@ -327,8 +390,9 @@ class World:
 
         @app.post("/media")
         async def media(request: Request) -> Response:
-            owner().media[request.headers["x-request-id"]] = await request.body()
-            return Response(b'{"media_id": "m1"}', media_type="application/json")
+            self.num_media += 1
+            owner().media[f"m{self.num_media}"] = await request.body()
+            return Response(b'{"media_id": "m%d"}' % self.num_media, media_type="application/json")
 
         @app.post("/blobs")
         async def blobs(request: Request) -> Response:

@@ -45,7 +45,8 @@ def test_the_trace_shows_the_attempt_that_counted() -> None:
     stamps[0].begin(InstanceId("p"), "why", 0.3)
     stamps[0].end(0.9, told)
     stamps.append(StageStamp("decode", 0.9))  # never sent
+    times = {"queued_ms": 1.0, "transfer_ms": 2.5, "compute_ms": 500.0}
     assert trace_of(record) == {
         "attempts": 2,
-        "stages": [{"stage": "prefill", "instance_id": "p", "queued_ms": 1.0, "transfer_ms": 2.5, "compute_ms": 500.0}],
+        "stages": [{"stage": "prefill", "instance_id": "p", "reason": "why", **times}],
     }

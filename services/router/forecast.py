@@ -1,0 +1,87 @@
+"""What a router expects of one attempt, for the policies: what prefill has to do, where, and when pictures will be encoded."""
+
+from __future__ import annotations
+
+import time
+
+import structlog
+
+from triptych.services.router.cached_parts import CachedParts
+from triptych.services.router.pictures import Pictures
+from triptych.services.router.prompt import ExpandedPrompt, Prompt
+from triptych.services.router.stage_calls import StageCalls
+from triptych.shared.errors import Overloaded
+from triptych.shared.messages import InstanceId
+from triptych.shared.policies.admission import StageWork, admit
+from triptych.shared.policies.batching import num_blocks_for
+from triptych.shared.policies.overlap import OverlapView, PendingImage, Verdict
+from triptych.shared.policies.pace import Pace
+from triptych.shared.policies.routing import KV_COSTS, PromptWork
+
+_log = structlog.get_logger(__name__)
+
+
+def prompt_work(calls: StageCalls, prompt: Prompt, pictures: Pictures, cached: CachedParts) -> PromptWork:
+    """What prefill has to do, as far as the pictures are known."""
+    cache, num_image_tokens = calls.parts.cache, pictures.num_tokens
+    return PromptWork(
+        num_tokens=prompt.num_text_tokens + (0 if cache.attends_to_all else num_image_tokens),
+        num_blocks=num_blocks_for(prompt.num_text_tokens + num_image_tokens, cache.block_size),
+        prefixes=cached.computed_prefixes(),
+        kv_costs=KV_COSTS,
+        saved_s=pictures.saved_s(),
+    )
+
+
+def probable_prefill(calls: StageCalls, work: PromptWork) -> InstanceId | None:
+    """Where the prompt would go now; None when no instance there could encode as well, so that it makes no difference."""
+    book = calls.parts.book
+    candidates = book.views("prefill")
+    encoders = {view.instance_id for view in book.views("encoder")}
+    if calls.routes.is_coupled or encoders.isdisjoint(view.instance_id for view in candidates):
+        return None
+    choice = calls.routes.prefill(work)(candidates)
+    return choice.instance_id if choice is not None else None
+
+
+def overlap_verdict(calls: StageCalls, prompt: ExpandedPrompt, pictures: Pictures, cached: CachedParts) -> Verdict:
+    """Whether the prompt goes to prefill before its missing pictures are encoded. All are known."""
+    routing, now_s = calls.parts.routing, time.monotonic()
+    candidates = routing.book.views("prefill")
+    missing = pictures.missing
+    if not missing or not candidates:
+        return Verdict(False, "nothing to overlap")
+    pace, num_cached = Pace.of(candidates), cached.num_cached
+    view = OverlapView(
+        num_tokens=len(prompt.token_ids) - num_cached,
+        tokens_per_s=pace.tokens_per_s,
+        wait_s=min(map(pace.wait_s, candidates)),
+        images=[
+            PendingImage(max(0, prompt.offsets[one.index] - num_cached), max(0.0, (one.due_at_s or now_s) - now_s))
+            for one in missing
+        ],
+        attends_to_all=routing.attends_to_all,
+    )
+    verdict = routing.policies.overlap(view)
+    _log.debug("overlap", is_yes=verdict.is_yes, reason=verdict.reason, request_id=calls.request_id)
+    return verdict
+
+
+def refuse_if_late(calls: StageCalls, work: PromptWork, pictures: Pictures) -> None:
+    """Before the first attempt begins: what waits already may be too much for the request's target. Raises Overloaded."""
+    record, book = calls.record, calls.parts.book
+    target_s = calls.slack_s()
+    if target_s is None or len(record.attempts) > 1:
+        return
+    num_cached = max(work.prefixes.values(), default=0)
+    stages = [StageWork(book.views("prefill"), work.num_tokens - num_cached)]
+    if pictures.need_room:
+        stages.append(StageWork(book.views("encoder"), pictures.num_needed_tokens))
+    admission = admit(stages, target_s)
+    _log.debug("admission", reason=admission.reason, request_id=calls.request_id)
+    if admission.retry_after_s is not None:
+        raise Overloaded(
+            "the first token would come too late for the request's target; try again later",
+            code="slo",
+            retry_after_s=admission.retry_after_s,
+        )

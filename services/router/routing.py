@@ -1,0 +1,82 @@
+"""Which instance gets each piece of one attempt: the policy set's rules, with the loads and counts that they go by."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from triptych.services.router.load_book import InstanceView, LoadBook
+from triptych.services.router.record import STAGES
+from triptych.shared.errors import InstanceLost
+from triptych.shared.messages import InstanceId, Role
+from triptych.shared.policies.policy_set import PolicySet
+from triptych.shared.policies.routing import Choice, ImageWork, PromptWork
+
+Choose = Callable[[Sequence[InstanceView]], Choice | None]
+
+
+def _turns() -> dict[str, Iterator[int]]:
+    return {name: itertools.count() for name in (*STAGES, "home")}
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """What all attempts of a router share. attends_to_all: pictures are seen by cross-attention, from before them too."""
+
+    policies: PolicySet
+    book: LoadBook
+    attends_to_all: bool = False
+    turns: Mapping[str, Iterator[int]] = field(default_factory=_turns)
+
+
+class Routes:
+    """Of one attempt. Where stages are coupled they share an instance, the attempt's home, chosen with the first of them."""
+
+    def __init__(self, routing: Routing) -> None:
+        self._routing = routing
+        self._rules = routing.policies.routing
+        self._home: InstanceId | None = None
+        self._is_bound = False
+
+    @property
+    def is_coupled(self) -> bool:
+        return bool(self._rules.coupled)
+
+    def encoder(self, image: ImageWork) -> Choose:
+        return lambda views: self._rules.encoder(views, image, self._turn("encoder"), self._home_for("encoder", views))
+
+    def prefill(self, prompt: PromptWork) -> Choose:
+        return lambda views: self._rules.prefill(views, prompt, self._turn("prefill"), self._home_for("prefill", views))
+
+    def decode(self, num_blocks: int, prefill_id: InstanceId) -> Choose:
+        return lambda views: self._rules.decode(views, num_blocks, prefill_id, self._home_for("decode", views))
+
+    def bind(self, instance_id: InstanceId) -> None:
+        """Something of the attempt is at that instance now: if it is the home, it stays that."""
+        self._is_bound = self._is_bound or instance_id == self._home
+
+    def kv_home(self) -> InstanceId | None:
+        """The only instance whose KV is of use, when prompts go to a home; None: that of any is."""
+        return self._home_for("prefill", self._routing.book.views("prefill"))
+
+    def _turn(self, name: str) -> int:
+        return next(self._routing.turns[name])
+
+    def _home_for(self, stage: Role, views: Sequence[InstanceView]) -> InstanceId | None:
+        """Chosen again while nothing is there, when it is no candidate any more. Raises InstanceLost when something was."""
+        if stage not in self._rules.coupled:
+            return None
+        if self._is_bound:
+            if self._home not in _ids(self._routing.book.views(stage)):
+                raise InstanceLost("the instance that the request began on is gone", instance_id=self._home or "")
+        elif self._home not in _ids(views):
+            by_stage: dict[Role, Sequence[InstanceView]] = {one: self._routing.book.views(one) for one in self._rules.coupled}
+            by_stage[stage] = views
+            choice = self._rules.home(by_stage, self._turn("home"))
+            self._home = choice.instance_id if choice is not None else None
+        return self._home
+
+
+def _ids(views: Sequence[InstanceView]) -> set[InstanceId]:
+    return {view.instance_id for view in views}
