@@ -40,8 +40,14 @@ async def open_emulated_host(
     transport = await open_transport(frame)
     lag = Gauge(
         "triptych_emulation_lag_seconds",
-        "how late the last modelled step ended: more is not kept up with",
+        "how late the last modelled step ended",
         registry=frame.metrics,
     )
     lag.set_function(lambda: calls.lag_s)
+    lost = Gauge(
+        "triptych_emulation_lost_seconds",
+        "by how much steps ended late in all: beside the time that passed, what the machine did not keep up with",
+        registry=frame.metrics,
+    )
+    lost.set_function(lambda: calls.lost_s)
     return host_context(frame, HostParts(settings, engine, calls, transport, stand_in_host_memory), tasks)

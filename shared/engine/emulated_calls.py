@@ -19,7 +19,8 @@ FOLLOWS_WITHIN_S = 2 * TIMER_TICK_S  # chosen: a call this soon after the last o
 class EmulatedCalls:
     """Implements EngineCalls. The engine calls `spend` during a call, with modelled seconds.
 
-    lag_s: how late the last result was given, in real seconds: what the machine could not keep up with.
+    lag_s: how late the last result was given, in real seconds. lost_s: the sum of those after which the next call did not
+    begin in time: what the machine could not keep up with, and what is missing to the speed that the time scale says.
     """
 
     def __init__(self, time_scale: float) -> None:
@@ -28,6 +29,7 @@ class EmulatedCalls:
         self._spent_s = 0.0
         self._free_at_s = 0.0
         self.lag_s = 0.0
+        self.lost_s = 0.0
 
     def spend(self, modelled_s: float) -> None:
         """The call under way takes that much longer. Without one: nothing, as copies that a network card makes."""
@@ -38,6 +40,8 @@ class EmulatedCalls:
             began_s = time.monotonic()
             if began_s - self._free_at_s < FOLLOWS_WITHIN_S:
                 began_s = self._free_at_s
+            else:
+                self.lost_s += self.lag_s
             self._spent_s = 0.0
             try:
                 return fn(*args, **kwargs)

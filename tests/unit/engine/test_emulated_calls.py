@@ -81,3 +81,17 @@ async def test_calls_shorter_than_the_loop_needs_leave_others_their_turns() -> N
         await calls.run(call, calls, log, "step", 0.001)
     task.cancel()
     assert num_turns >= 100
+
+
+async def test_what_the_machine_does_not_keep_up_with_is_told() -> None:
+    """Steps that take 5 ms here and are modelled in 1 ms."""
+    calls, begun_s = EmulatedCalls(time_scale=1.0), time.monotonic()
+
+    def slow() -> None:
+        calls.spend(0.001)
+        time.sleep(0.005)
+
+    for _ in range(20):
+        await calls.run(slow)
+    passed_s = time.monotonic() - begun_s
+    assert calls.lost_s + calls.lag_s == pytest.approx(passed_s - 20 * 0.001, abs=0.01)
