@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ class InstanceView:
     num_free_blocks: int
     tokens_per_s: float
     other_s: float
+    encoded_ago_s: float
 
 
 @dataclass(slots=True)
@@ -58,6 +61,7 @@ class LoadBook:
         self._block_size = block_size
         self._outstanding: dict[tuple[InstanceId, Stage], _Outstanding] = {}
         self._suspects: dict[InstanceId, Heartbeat | None] = {}
+        self._encoded_at_s: dict[InstanceId, float] = {}
 
     def __len__(self) -> int:
         return len(self._outstanding)
@@ -94,6 +98,8 @@ class LoadBook:
         try:
             yield
         finally:
+            if stage == "encoder":
+                self._encoded_at_s[instance_id] = time.monotonic()
             entry.add(-1, -num_tokens)
             if entry.num_requests == 0:
                 del self._outstanding[key]
@@ -104,6 +110,7 @@ class LoadBook:
 
     def on_lost(self, instance_id: InstanceId) -> None:
         self._suspects.pop(instance_id, None)
+        self._encoded_at_s.pop(instance_id, None)
 
     def _is_suspect(self, beat: Heartbeat) -> bool:
         if beat.instance_id not in self._suspects:
@@ -124,6 +131,7 @@ class LoadBook:
             free_blocks - max(0, tokens_since) // self._block_size,
             load.tokens_per_s,
             sum(self._pending_s(beat, other) for other in beat.loads if other.stage != stage),
+            self._encoded_ago_s(beat),
         )
 
     def _work(self, beat: Heartbeat, stage: Stage, load: StageLoad) -> tuple[int, int, int]:
@@ -141,3 +149,11 @@ class LoadBook:
         if load.stage == "decode" or not load.tokens_per_s:
             return 0.0
         return self._work(beat, cast(Stage, load.stage), load)[1] / load.tokens_per_s
+
+    def _encoded_ago_s(self, beat: Heartbeat) -> float:
+        load = next((load for load in beat.loads if load.stage == "encoder"), None)
+        if load is not None and self._work(beat, "encoder", load)[1] > 0:
+            self._encoded_at_s[beat.instance_id] = time.monotonic()
+            return 0.0
+        encoded_at_s = self._encoded_at_s.get(beat.instance_id)
+        return math.inf if encoded_at_s is None else time.monotonic() - encoded_at_s

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-MIN_GAIN_SHARE = 0.05  # chosen: of the time to the first token; less is lost by choosing the prefill instance early
+MIN_GAIN_SHARE = 0.05  # chosen: of the time to the first token; as much is lost by choosing the prefill instance early
 MIN_GAIN_S = 0.002  # chosen: a message for each image, a step for each piece of the prompt
 
 
@@ -31,12 +31,14 @@ class PendingImage:
 @dataclass(frozen=True, slots=True)
 class OverlapView:
     """A prompt of num_tokens that are not cached, computed by tokens_per_s in an instance that begins in wait_s, and its images
-    by offset. attends_to_all: tokens before an image attend to it (CroAttn)."""
+    by offset. num_others: requests that wait, run or decode there. attends_to_all: tokens before an image attend to it
+    (CroAttn)."""
 
     num_tokens: int
     tokens_per_s: float
     wait_s: float
     images: Sequence[PendingImage]
+    num_others: int = 0
     attends_to_all: bool = False
 
     def barrier_s(self) -> float:
@@ -70,11 +72,12 @@ def always(view: OverlapView) -> Verdict:
 
 
 def by_gain(view: OverlapView) -> Verdict:
-    """When it shortens the time to the first token by more than it costs. One image after a short text gains next to nothing:
-    then the prefill instance is better chosen late, when its load is known."""
+    """When it shortens the time to the first token by more than it costs: each piece of the prompt is a step more, that holds
+    up all others there. One image after a short text gains next to nothing: then the prefill instance is better chosen late,
+    when its load is known."""
     verdict = always(view)
     if not verdict.is_yes:
         return verdict
-    needed_s = max(MIN_GAIN_S, MIN_GAIN_SHARE * view.barrier_s())
+    needed_s = max(MIN_GAIN_S, MIN_GAIN_SHARE * view.barrier_s()) * (1 + view.num_others)
     pays = verdict.gain_s >= needed_s
     return Verdict(pays, f"gains {verdict.gain_s:.3f} s of {view.barrier_s():.3f} s, {needed_s:.3f} s needed", verdict.gain_s)

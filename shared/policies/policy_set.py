@@ -44,8 +44,8 @@ UNIFIED = CacheRules(keeps_kv=True, keeps_embeddings=True)
 COLOCATED = Placement({"instance": 1})
 PROMPT_DECODE = Placement({"prompt": 0.5, "decode": 0.5})  # encoding is a part of prefill, as in DistServe's split
 STAGES = Placement({"encoder": 0.25, "prefill": 0.25, "decode": 0.5})
-IMAGE_TEXT = Placement({"encoder": 0.375, "text": 0.625})  # ModServe: image instances, and text instances that also decode
-SHARED_TEXT = Placement({"instance": 0.75, "text": 0.25})  # all do all, but for some that no image's encoding holds up
+IMAGE_TEXT = Placement({"text": 0.5, "encoder": 0.5})  # ModServe: image instances, and text instances that also decode
+SHARED_TEXT = Placement({"instance": 0.5, "text": 0.5})  # half encode only when there is something to encode
 
 TRIPTYCH = PolicySet(SHARED_TEXT, queue_order=by_slack, overlap=by_gain, cache=UNIFIED)
 POLICY_SETS = {

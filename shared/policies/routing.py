@@ -33,6 +33,9 @@ class TransferCosts:
 KV_COSTS = TransferCosts(0.002, 60e-6)
 EMBEDDING_COSTS = TransferCosts(0.001, 7e-6)
 
+CALM_S = 2.0  # chosen, of 0 to 5 simulated: an instance without an image for so long will probably have none now
+MIN_DISTURBED_S = 0.1  # chosen: what a short prompt costs an encoder, its decoding included
+
 
 @dataclass(frozen=True, slots=True)
 class ImageWork:
@@ -107,25 +110,27 @@ def choose_prefill(candidates: Sequence[StageView], prompt: PromptWork = NO_PROM
     """The instance whose first token would come first, by its pending prompt tokens and what it has to compute of this prompt,
     chosen when the images are ready (ModServe, modality-aware routing with late binding). Cached KV counts where it saves
     time, pulled from a peer too: so a holder that is busy is left for an idle instance, and affinity never waits longer than
-    the least loaded would. Of those with blocks for the prompt, when there are any."""
+    the least loaded would. An instance that encodes is taken when that saves more time than it takes from the images there
+    (ours): such instances turn into encoders while pictures come in bursts. Of those with blocks for the prompt, if any."""
     if not candidates:
         return None
     pace = Pace.of(candidates)
     plans = [_plan(view, prompt, pace.at(view)) for view in _with_room(candidates, prompt.num_blocks)]
-    best = min(plans, key=lambda plan: (plan.first_token_s, *_tie(plan.view)))
+    best = min(plans, key=lambda plan: (plan.first_token_s + plan.disturbs_s, *_tie(plan.view)))
     return Choice(best.view.instance_id, best.reason(len(candidates)), best.num_cached_tokens, best.pull_from)
 
 
 def choose_decode(candidates: Sequence[StageView], num_blocks: int, prefill_id: InstanceId) -> Choice | None:
-    """The prefill's own instance where it decodes too and is not full (it holds the KV: nothing is transferred, and only
-    what is generated needs blocks); else, of those with room for num_blocks (of all, when none has), the one with fewest
-    tokens in context. Ours: neither paper gives a rule.
+    """The prefill's own instance where it decodes too, is not full (it holds the KV: nothing is transferred, and only what is
+    generated needs blocks), and has no images to encode, which take as long as many tokens; else, of those without images and
+    with room for num_blocks (of all, when none is), the one with fewest tokens in context. Ours: neither paper gives a rule.
     """
-    if any(view.instance_id == prefill_id and view.num_free_blocks > 0 for view in candidates):
-        return Choice(prefill_id, "holds the KV already")
     if not candidates:
         return None
-    best = min(_with_room(candidates, num_blocks), key=lambda view: (view.num_pending_tokens, *_tie(view)))
+    calm = [view for view in candidates if view.encoded_ago_s > 0] or candidates
+    if any(view.instance_id == prefill_id and view.num_free_blocks > 0 for view in calm):
+        return Choice(prefill_id, "holds the KV already")
+    best = min(_with_room(calm, num_blocks), key=lambda view: (view.num_pending_tokens, *_tie(view)))
     return Choice(best.instance_id, f"fewest tokens in context: {best.num_pending_tokens} of {len(candidates)} candidates")
 
 
@@ -139,10 +144,12 @@ def in_turn(candidates: Sequence[StageView], turn: int) -> Choice | None:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """One candidate, and what would happen there. first_token_s: from now."""
+    """One candidate, and what would happen there. first_token_s: from now. disturbs_s: for how long the images that it encodes
+    would wait for this prompt."""
 
     view: StageView
     first_token_s: float
+    disturbs_s: float
     num_cached_tokens: int
     pull_from: InstanceId | None
 
@@ -162,9 +169,11 @@ def _plan(view: StageView, prompt: PromptWork, tokens_per_s: float) -> _Plan:
         peer_s = prompt.kv_costs.transfer_s(num_more)
         if num_more > 0 and peer_s < num_more / tokens_per_s:
             num_cached, pull_from, pull_s = num_cached + num_more, peer, peer_s
-    computing_s = (view.num_pending_tokens + prompt.num_tokens - num_cached) / tokens_per_s
-    first_token_s = view.other_s + computing_s + pull_s - prompt.saved_s.get(view.instance_id, 0.0)
-    return _Plan(view, first_token_s, num_cached, pull_from)
+    own_s = (prompt.num_tokens - num_cached) / tokens_per_s
+    waiting_s = view.other_s + view.num_pending_tokens / tokens_per_s
+    first_token_s = waiting_s + own_s + pull_s - prompt.saved_s.get(view.instance_id, 0.0)
+    disturbs_s = max(own_s, MIN_DISTURBED_S) if view.encoded_ago_s < CALM_S else 0.0
+    return _Plan(view, first_token_s, disturbs_s, num_cached, pull_from)
 
 
 def _usable(prompt: PromptWork, holder: InstanceId) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from hypothesis import strategies as st
@@ -19,9 +20,11 @@ class View:
     num_free_blocks: int = 100
     tokens_per_s: float = 0.0
     other_s: float = 0.0
+    encoded_ago_s: float = math.inf
 
 
 def view(name: str, requests: int = 0, tokens: int = 0, blocks: int = 100, pace: float = 0.0, other_s: float = 0.0) -> View:
+    """Of an instance that encodes nothing."""
     return View(InstanceId(name), requests, tokens, blocks, pace, other_s)
 
 

@@ -55,10 +55,10 @@ def test_emulated_instances_share_a_process() -> None:
 
 def test_a_policy_places_instances() -> None:
     slots = plan_slots(Counts(engines=policy_set("modserve").placement.counts(3)))
-    assert [slot.stage for slot in slots[:3]] == ["encoder", "prefill,decode", "prefill,decode"]
-    assert [slot.name for slot in slots[:3]] == ["encoder-0", "text-0", "text-1"]
+    assert [slot.stage for slot in slots[:3]] == ["prefill,decode", "prefill,decode", "encoder"]
+    assert [slot.name for slot in slots[:3]] == ["text-0", "text-1", "encoder-0"]
     emulated = plan_slots(Counts(preprocess=2, engines=policy_set("triptych").placement.counts(8)), is_emulated=True)[0]
-    assert emulated.stage == "instance=6,text=2,preprocess=2"
+    assert emulated.stage == "instance=4,text=4,preprocess=2"
 
 
 @pytest.mark.parametrize("count", [0, -1, MAX_PER_STAGE + 1])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,6 +39,12 @@ def test_one_image_after_a_short_text_is_not_worth_it() -> None:
 def test_a_long_queue_leaves_nothing_to_gain() -> None:
     assert by_gain(OverlapView(810, 200.0, 0.0, images_of(8, 1.0, 2))).is_yes
     assert not by_gain(OverlapView(810, 200.0, 5.0, images_of(8, 1.0, 2))).is_yes
+
+
+def test_others_there_raise_what_has_to_be_gained() -> None:
+    view = OverlapView(810, 200.0, 0.0, images_of(8, 1.0, 2))
+    assert by_gain(replace(view, num_others=4)).is_yes
+    assert not by_gain(replace(view, num_others=10)).is_yes, "3.05 s gained, 4.4 s needed"
 
 
 def test_cross_attention_and_cached_images_have_nothing_to_overlap() -> None:

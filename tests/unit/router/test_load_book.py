@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from triptych.services.router.load_book import InstanceView, LoadBook
@@ -37,7 +39,7 @@ def book_of(registry: Registry) -> LoadBook:
 def test_a_heartbeat_alone() -> None:
     registry = Registry(3.0)
     registry.on_event(beat(num_pending_tokens=70, num_waiting=2), 0.0)
-    assert book_of(registry).views("encoder") == [InstanceView(A, 2, 70, 15, 0.0, 0.0)]
+    assert book_of(registry).views("encoder") == [InstanceView(A, 2, 70, 15, 0.0, 0.0, 0.0)]
     assert book_of(registry).views("prefill") == []
 
 
@@ -87,6 +89,20 @@ def test_the_engine_is_shared_with_other_stages() -> None:
         [encoder], [decode] = book.views("encoder"), book.views("decode")
     assert (encoder.tokens_per_s, encoder.other_s) == (100.0, 0.0), "decoding is no work that is yet to do"
     assert (decode.tokens_per_s, decode.other_s) == (1.0, 1.0)
+
+
+def test_how_long_ago_an_instance_encoded() -> None:
+    registry = Registry(3.0)
+    registry.on_event(beat(), 0.0)
+    book = book_of(registry)
+    assert book.views("decode")[0].encoded_ago_s == math.inf
+    with book.hold(A, "encoder", 30):
+        assert book.views("decode")[0].encoded_ago_s == 0.0
+    assert 0.0 < book.views("decode")[0].encoded_ago_s < 60.0
+    registry.on_event(beat(num_pending_tokens=9), 0.5)
+    assert book.views("decode")[0].encoded_ago_s == 0.0
+    registry.on_event(Lost(A, "encoder-0", 1, expected=False), 0.6)
+    assert not book._encoded_at_s
 
 
 def test_suspects_are_left_out_until_they_beat_again() -> None:
