@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -132,15 +132,15 @@ def _stages(beat: Heartbeat) -> tuple[str, ...]:
 
 
 def print_status(status: StatusReply, console: Console) -> None:
-    """One row for each process."""
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("instance", "roles", "state"):
-        table.add_column(column, no_wrap=True)
-    for column in ("waiting", "running", "tokens", "KV free", "leases", "store MB", "memory MB", "threads", "pid"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for beat in sorted(status.instances, key=lambda beat: (beat.service, beat.name)):
-        table.add_row(*_row(beat))
-    console.print(table)
+    """One row for each process, and one for each pool of the prefix cache."""
+    beats = sorted(status.instances, key=lambda beat: (beat.service, beat.name))
+    counts = ("waiting", "running", "tokens", "KV free", "leases", "store MB", "memory MB", "threads", "pid")
+    console.print(_table(("instance", "roles", "state"), counts, map(_row, beats)))
+    pools = [row for beat in beats for row in _pool_rows(beat)]
+    if pools:
+        console.print()
+        console.print(_table(("cache of", "pool"), ("MB", "of", "entries", "hits", "misses", "stale", "evicted"), pools))
+        console.print()
     memory_mb = sum(beat.resources.pss_bytes for beat in status.instances) / MEGABYTE
     cards = {beat.model.name for beat in status.instances if beat.model is not None}
     emulations = {f", {beat.model.emulation}" for beat in status.instances if beat.model and beat.model.emulation}
@@ -149,6 +149,25 @@ def print_status(status: StatusReply, console: Console) -> None:
     model = ", ".join(sorted(cards)) or "-"
     emulated = "".join(sorted(emulations))
     console.print(f"model {model}{emulated}{place}, {memory_mb:.0f} MB, {status.num_restarts} restarts")
+
+
+def _table(names: Sequence[str], counts: Sequence[str], rows: Iterable[tuple[str, ...]]) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in names:
+        table.add_column(column, no_wrap=True)
+    for column in counts:
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _pool_rows(beat: Heartbeat) -> Iterator[tuple[str, ...]]:
+    for name, pool in (("KV", beat.resources.kv_prefixes), ("embeddings", beat.resources.embeddings)):
+        if pool is not None:
+            sizes = (f"{num_bytes / MEGABYTE:.1f}" for num_bytes in (pool.num_bytes, pool.capacity_bytes))
+            counts = (pool.num_entries, pool.num_hits, pool.num_misses, pool.num_stale, pool.num_evicted)
+            yield (beat.instance_id, name, *sizes, *map(str, counts))
 
 
 def _row(beat: Heartbeat) -> tuple[str, ...]:
@@ -160,7 +179,7 @@ def _row(beat: Heartbeat) -> tuple[str, ...]:
         beat.state,
         str(sum(load.num_waiting for load in beat.loads)),
         str(sum(load.num_running for load in beat.loads)),
-        str(sum(load.num_pending_tokens for load in beat.loads)),
+        "/".join(str(load.num_pending_tokens) for load in beat.loads) or "-",
         f"{held.num_free_blocks}/{held.num_blocks}" if has_kv else "-",
         str(held.num_leases) if has_store else "-",
         f"{held.tensor_store_bytes / MEGABYTE:.1f}" if has_store else "-",
