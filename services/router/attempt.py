@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import nullcontext
+from functools import partial
 
 import msgspec
 
@@ -36,7 +37,7 @@ class AttemptRun:
         self._job = job
         sequence = UnifiedSequence(job.prompt, calls.parts.cache, job.terms.cache_salt)
         is_asked = trusts_index and (bool(job.sources) or self._calls.kv_may_be_elsewhere)
-        self._cached = CachedParts(sequence, calls.may_hold, is_asked)
+        self._cached = CachedParts(sequence, partial(calls.may_use, "prefill"), is_asked)
         self._pictures = Pictures(calls, job, self._cached, self._max_tokens)
 
     async def tokens(self) -> AsyncGenerator[Tokens]:

@@ -52,14 +52,17 @@ def overlap_verdict(calls: StageCalls, prompt: ExpandedPrompt, pictures: Picture
     if not missing or not candidates:
         return Verdict(False, "nothing to overlap")
     pace, num_cached = Pace.of(candidates), cached.num_cached
+    likely = min(candidates, key=pace.wait_s)
+    decoding = [one.num_requests for one in routing.book.views("decode") if one.instance_id == likely.instance_id]
     view = OverlapView(
         num_tokens=len(prompt.token_ids) - num_cached,
         tokens_per_s=pace.tokens_per_s,
-        wait_s=min(map(pace.wait_s, candidates)),
+        wait_s=pace.wait_s(likely),
         images=[
             PendingImage(max(0, prompt.offsets[one.index] - num_cached), max(0.0, (one.due_at_s or now_s) - now_s))
             for one in missing
         ],
+        num_others=likely.num_requests + sum(decoding),
         attends_to_all=routing.attends_to_all,
     )
     verdict = routing.policies.overlap(view)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -68,10 +68,12 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class PictureStages:
-    """Of one attempt. may_skip_decode: a picture that is known by its file need not be decoded to be identified."""
+    """Of one attempt. may_skip_decode: a picture that is known by its file need not be decoded to be identified. slack_s: until
+    embeddings are due; None: there is no target."""
 
     calls: StageCalls
     may_skip_decode: bool
+    slack_s: Callable[[], float | None]
 
     async def identify(self, picture: Picture) -> None:
         """Set its image, and its pixels where it had to be decoded for that. Raises TriptychError."""
@@ -102,12 +104,12 @@ class PictureStages:
                 return reply.embeddings
 
     async def _held(self, picture: Picture, work: ImageWork) -> TensorRef | None:
-        """None: nobody holds them after all, or nobody whom this request may ask."""
+        """None: nobody holds them after all."""
         choose = self.calls.routes.encoder(work)
 
         def holder_only(views: Sequence[InstanceView]) -> Choice:
-            choice = choose([view for view in views if view.instance_id in work.holders])
-            if choice is None:
+            choice = choose(views)
+            if choice is None or not choice.num_cached_tokens:
                 raise InstanceLost("nobody holds the embeddings of an image any more", code=CACHE_MISS)
             picture.encoder_id = choice.instance_id
             return choice
@@ -142,9 +144,7 @@ class PictureStages:
 
         async def send(beat: Heartbeat, choice: Choice) -> EncodeReply:
             picture.at = beat.instance_id
-            request = EncodeRequest(
-                calls.request_id, calls.parts.router_id, image, pixels, calls.remaining_s(), calls.slack_s()
-            )
+            request = EncodeRequest(calls.request_id, calls.parts.router_id, image, pixels, calls.remaining_s(), self.slack_s())
             return await self._ask_for_room(beat, request, EncodeReply)
 
         _, reply = await calls.dispatch(Work("encoder", work.num_tokens, choose, send))

@@ -6,7 +6,7 @@ Those that are known at the same time share one question to the cache index. Use
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from triptych.services.router.cached_parts import CachedParts
@@ -16,6 +16,7 @@ from triptych.services.router.stage_calls import StageCalls
 from triptych.shared.errors import TriptychError
 from triptych.shared.image_info import ImageInfo
 from triptych.shared.messages import Accepted, EmbeddingsReady, InstanceId, PlacedImage, TensorRef
+from triptych.shared.policies.pace import Pace
 from triptych.shared.policies.routing import EMBEDDING_COSTS
 
 Encoding = asyncio.Task[TensorRef | None]
@@ -31,7 +32,8 @@ class Pictures:
         self._cached = cached
         self._check_sizes = check_sizes
         self._keeps_any = rules.keeps_kv or rules.keeps_embeddings
-        self._stages = PictureStages(calls, self._keeps_any)
+        self._num_text_tokens = job.prompt.num_text_tokens
+        self._stages = PictureStages(calls, self._keeps_any, self._slack_s)
         self._pictures = [Picture(index, source) for index, source in enumerate(job.sources)]
         self._settling = asyncio.Lock()
         self._tasks: list[Encoding] = []
@@ -144,9 +146,27 @@ class Pictures:
         if picture.is_left_out:
             self._calls.record.pictures["kv"] += 1
             return None
-        assert picture.image is not None
-        holders = self._cached.embeddings.get(picture.image.mm_hash, ())
+        holders = [one for one in await self._holders(picture) if self._calls.may_use("encoder", one)]
         return await self._stages.embeddings(picture, holders, prompt_at)
+
+    async def _holders(self, picture: Picture) -> Collection[InstanceId]:
+        """Who has its embeddings: the index tells, or the same picture earlier in the request."""
+        assert picture.image is not None
+        mm_hash = picture.image.mm_hash
+        if self._calls.parts.cache.rules.keeps_embeddings:
+            for twin, encoding in zip(self._pictures[: picture.index], self._tasks, strict=False):
+                if twin.image is not None and twin.image.mm_hash == mm_hash and not twin.is_left_out:
+                    await asyncio.wait([encoding])
+                    return [twin.encoder_id] if twin.encoder_id is not None else []
+        return self._cached.embeddings.get(mm_hash, ())
+
+    def _slack_s(self) -> float | None:
+        """Until embeddings are due: what is left after the prompt was computed. None: there is no target."""
+        slack_s = self._calls.slack_s()
+        if slack_s is None:
+            return None
+        pace = Pace.of(self._calls.parts.book.views("prefill"))
+        return max(0.0, slack_s - (self._num_text_tokens + self.num_tokens) / pace.tokens_per_s)
 
     async def _settle(self) -> None:
         """A picture can be covered by cached KV when all before it are known. A new one does not wait for them."""

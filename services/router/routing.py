@@ -56,9 +56,9 @@ class Routes:
         """Something of the attempt is at that instance now: if it is the home, it stays that."""
         self._is_bound = self._is_bound or instance_id == self._home
 
-    def kv_home(self) -> InstanceId | None:
-        """The only instance whose KV is of use, when prompts go to a home; None: that of any is."""
-        return self._home_for("prefill", self._routing.book.views("prefill"))
+    def may_be_at(self, stage: Role, instance_id: InstanceId) -> bool:
+        """Whether that stage of the attempt may be there: anywhere, or only at its home."""
+        return stage not in self._rules.coupled or self._home_for(stage, self._routing.book.views(stage)) == instance_id
 
     def _turn(self, name: str) -> int:
         return next(self._routing.turns[name])

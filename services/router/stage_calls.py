@@ -12,7 +12,7 @@ from triptych.services.router.record import Attempt, RequestRecord
 from triptych.services.router.routing import Routes
 from triptych.services.router.sampling_fields import Terms
 from triptych.shared.errors import InternalError
-from triptych.shared.messages import InstanceId, Message, RequestId
+from triptych.shared.messages import InstanceId, Message, RequestId, Role
 
 T = TypeVar("T")
 R = TypeVar("R", bound=Message)
@@ -41,10 +41,9 @@ class StageCalls:
         """Whether the KV of a prompt may be at another instance than it would go to, and of use there."""
         return "prefill" not in self.parts.routing.policies.routing.coupled and self.parts.book.num_with_kv > 1
 
-    def may_hold(self, instance_id: InstanceId) -> bool:
-        """Whether KV that is cached there is of use to the request."""
-        home = self.routes.kv_home()
-        return (home is None or instance_id == home) and self.parts.book.is_ready(instance_id)
+    def may_use(self, stage: Role, instance_id: InstanceId) -> bool:
+        """Whether what is cached there is of use to a stage."""
+        return self.parts.book.is_ready(instance_id) and self.routes.may_be_at(stage, instance_id)
 
     def slack_s(self) -> float | None:
         """Until the first token is due; None: there is no such target."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ import pytest
 
 from support.fake_stages import ANSWER, IMAGE_TOKENS, MODEL, FakeStage, World, until, write_toy_checkpoint
 from triptych.cache.index import CacheIndex
-from triptych.cache.known_files import KnownFiles
 from triptych.cache.redis_index import RedisIndex
 from triptych.shared.errors import CACHE_MISS, InstanceLost
 from triptych.shared.http_host import listening_socket
@@ -387,18 +386,11 @@ async def test_a_known_picture_waits_for_those_before_it_a_new_one_does_not(worl
     assert [request.pixels is None for request in stages["encoder"].seen].count(True) == 1
 
 
-async def test_files_are_hashed_off_the_loop_and_known_by_their_key(checkpoint: Path) -> None:
-    class Index:
-        asked: list[Sequence[bytes]] = []  # noqa: RUF012 - of one test
-
-        async def identify(self, file_keys: Sequence[bytes]) -> list[None]:
-            self.asked.append(file_keys)
-            return [None] * len(file_keys)
-
-    files = KnownFiles(Index(), "revision")  # type: ignore[arg-type]
-    small, large = b"x", b"x" * 1_000_000
-    keys = [await files.key_of(content, b"", b"") for content in (small, large, small)]
-    assert keys[0] == keys[2] != keys[1]
-    assert await files.key_of(small, b"", b"salt") not in keys
-    assert await files.find(keys) == [None] * 3
-    assert Index.asked == [[keys[0], keys[1]]]
+async def test_equal_pictures_of_a_request_are_encoded_once(world: World) -> None:
+    stages = world.add_all()
+    world.add("encoder-1", "encoder")
+    assert cached_tokens(await world.ask([picture("a"), words(), picture("a"), picture("b"), picture("a")])) <= 4
+    requests = [request for stage in world.all_stages for request in stage.seen if isinstance(request, EncodeRequest)]
+    assert len(requests) == 4
+    assert [request.pixels is None for request in requests].count(True) == 2
+    assert all(placed.embeddings is not None for placed in stages["prefill"].seen[0].images)
