@@ -62,9 +62,10 @@ POLICY_SETS = {
     "elasticmm_emp": PolicySet(PROMPT_DECODE, RoutingRules(coupled=frozenset(("encoder", "prefill")))),
     "elasticmm_unicache": PolicySet(PROMPT_DECODE, RoutingRules(coupled=frozenset(("encoder", "prefill"))), cache=UNIFIED),
     "elasticmm": PolicySet(STAGES, cache=UNIFIED),
-    # ours, and without overlap
+    # ours, without overlap, and without cache
     "triptych": TRIPTYCH,
     "triptych_barrier": replace(TRIPTYCH, overlap=never),
+    "triptych_uncached": replace(TRIPTYCH, cache=NO_CACHE),
 }
 
 
