@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -21,20 +21,26 @@ import pytest_asyncio
 import torch
 
 from support.transport import CHILD, REQUEST, Order, pattern, until
-from support.transport_processes import CAPACITY_BYTES, Processes, two_processes
+from support.transport_processes import CAPACITY_BYTES, PeerTemplate, Processes, peer_template, two_processes
 from triptych.shared.errors import DeadlineExceeded, InstanceLost, InternalError, Overloaded
 
 
+@pytest.fixture(scope="module")
+def template() -> Iterator[PeerTemplate]:
+    with peer_template() as made:
+        yield made
+
+
 @pytest_asyncio.fixture(params=["shared_memory", "gloo"], scope="module", loop_scope="module")
-async def processes(request: pytest.FixtureRequest) -> AsyncIterator[Processes]:
-    async with two_processes(request.param) as both:
+async def processes(template: PeerTemplate, request: pytest.FixtureRequest) -> AsyncIterator[Processes]:
+    async with two_processes(template, request.param) as both:
         yield both
 
 
 @pytest.fixture
-async def make() -> AsyncIterator[Callable[..., Awaitable[Processes]]]:
+async def make(template: PeerTemplate) -> AsyncIterator[Callable[..., Awaitable[Processes]]]:
     async with AsyncExitStack() as stack:
-        yield lambda *args: stack.enter_async_context(two_processes(*args))
+        yield lambda *args: stack.enter_async_context(two_processes(template, *args))
 
 
 async def quickly(awaitable: Awaitable[Any], within_s: float = 8.0) -> Any:

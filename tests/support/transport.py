@@ -1,7 +1,7 @@
-"""A control plane over two pipes, for transports of two processes without a bus, and the orders that a test gives the other.
+"""A control plane over a socket, for transports of two processes without a bus, and the orders that a test gives the other.
 
-Frames are length-prefixed MessagePack. Run as a module, this is the other process: `python -m support.transport MODE
-TIMEOUT_S` serves the transport's control messages and the orders on stdin and stdout.
+Frames are length-prefixed MessagePack. Run as a module, this is the template that the other process is forked from (see
+transport_processes.py), which serves the transport's control messages and the orders.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import socket
 import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -17,6 +18,7 @@ import msgspec
 import torch
 
 from support.loopback import handle
+from triptych.services.launcher.fork_template import serve_forks
 from triptych.shared.errors import DeadlineExceeded, InstanceLost, TriptychError, WireError, from_wire
 from triptych.shared.instance_info import TransportAddress
 from triptych.shared.messages import ErrorReply, InstanceId, Message, Reply, RequestId, TensorRef
@@ -74,7 +76,7 @@ def pattern(num_bytes: int, dtype: str) -> torch.Tensor:
     return shaped(numbers, (num_bytes // DTYPES[dtype].itemsize,), DTYPES[dtype])
 
 
-class PipePlane:
+class SocketPlane:
     """`ControlPlane` to the one process at the other end."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, handler: Handler) -> None:
@@ -103,7 +105,7 @@ class PipePlane:
 
     async def ask(self, kind: str, payload: bytes, timeout_s: float) -> bytes:
         if self.is_lost:
-            raise InstanceLost("the pipe is closed")
+            raise InstanceLost("the socket is closed")
         seq = next(self._seq)
         future = self._waiting[seq] = asyncio.get_running_loop().create_future()
         await self._send(Frame(kind, seq, payload))
@@ -131,7 +133,7 @@ class PipePlane:
             self.is_lost = True
             for future in self._waiting.values():
                 if not future.done():
-                    future.set_exception(InstanceLost("the pipe is closed"))
+                    future.set_exception(InstanceLost("the socket is closed"))
 
     async def _answer(self, frame: Frame) -> None:
         answer = await self._handler(frame)
@@ -153,12 +155,8 @@ class Peer:
         self._mode = mode
         self._timeout_s = timeout_s
 
-    async def main(self) -> None:
-        loop = asyncio.get_running_loop()
-        reader = asyncio.StreamReader()
-        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-        pipe, protocol = await loop.connect_write_pipe(lambda: asyncio.streams.FlowControlMixin(loop=loop), sys.stdout)
-        plane = PipePlane(reader, asyncio.StreamWriter(pipe, protocol, None, loop), self._handle)
+    async def main(self, channel: socket.socket) -> None:
+        plane = SocketPlane(*await asyncio.open_connection(sock=channel), self._handle)
         self._transport = InstanceTransport(CHILD, plane, "127.0.0.1", 80 << 20, self._mode, self._timeout_s)
         await self._transport.start()
         await plane.run()
@@ -206,6 +204,18 @@ class Peer:
             del pullers.send
 
 
+def main() -> None:
+    """Entry point of the template, and then of each fork: its output is the socket."""
+    errors = os.dup(sys.stderr.fileno())
+    fork = serve_forks(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
+    if fork is not None:
+        channel = socket.socket(fileno=os.dup(sys.stdout.fileno()))
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(errors, stream.fileno())
+        mode, timeout_s = fork.arguments
+        torch.set_num_threads(1)
+        asyncio.run(Peer(mode, float(timeout_s)).main(channel))
+
+
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    asyncio.run(Peer(sys.argv[1], float(sys.argv[2])).main())
+    main()

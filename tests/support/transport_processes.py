@@ -1,38 +1,46 @@
-"""Two processes that move tensors: this one's transport, and the other one, which obeys orders (see transport.py)."""
+"""Two processes that move tensors: this one's transport, and the other one, which obeys orders (see transport.py).
+
+The other one is forked from a process that has imported torch: that takes longer than most of these tests.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
+import socket
+import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from support.loopback import handle
-from support.transport import PARENT, Frame, Order, PipePlane, pattern
+from support.transport import PARENT, Frame, Order, SocketPlane, pattern
+from triptych.services.launcher.child import ChildSpec, InheritedProcess
+from triptych.services.launcher.template import Template
 from triptych.shared.instance_info import TransportAddress
 from triptych.shared.messages import PullRequest, TensorRef
+from triptych.shared.tied_exec import tied
 from triptych.shared.transport.transport import InstanceTransport
 from triptych.shared.wire import decode_request, encode
 
 TESTS = Path(__file__).resolve().parents[1]
 CAPACITY_BYTES = 80 << 20
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Processes:
     """This process's transport, and the other process."""
 
-    def __init__(self, child: asyncio.subprocess.Process, mode: Any, timeout_s: float) -> None:
-        assert child.stdout is not None
-        assert child.stdin is not None
+    def __init__(self, child: InheritedProcess, streams: Streams, mode: Any, timeout_s: float) -> None:
         self.child = child
         self.after_pull: Callable[[], None] | None = None
-        self.plane = PipePlane(child.stdout, child.stdin, self._handle)
+        self.plane = SocketPlane(*streams, self._handle)
         self.transport = InstanceTransport(PARENT, self.plane, "127.0.0.1", CAPACITY_BYTES, mode, timeout_s)
 
     async def _handle(self, frame: Frame) -> bytes | None:
@@ -64,30 +72,44 @@ class Processes:
         self.child.send_signal(number)
 
 
+class PeerTemplate(Template):
+    """Of the other process."""
+
+    def spec(self) -> ChildSpec:
+        """The product's template has more to import."""
+        spec = super().spec()
+        return replace(spec, command=(sys.executable, "-m", "support.transport", *spec.command[-2:]))
+
+
+@contextmanager
+def peer_template() -> Iterator[PeerTemplate]:
+    template = PeerTemplate({**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"})
+    spec = template.spec()
+    with subprocess.Popen(tied(*spec.command), env=spec.env, pass_fds=spec.descriptors) as process:
+        for descriptor in spec.descriptors:
+            os.close(descriptor)
+        yield template
+        template.close()
+        process.wait(10)
+
+
 @asynccontextmanager
-async def two_processes(mode: str, timeout_s: float = 15.0) -> AsyncIterator[Processes]:
-    child = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "support.transport",
-        mode,
-        str(timeout_s),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        cwd=TESTS,
-        env={**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"},
-    )
-    processes = Processes(child, mode, timeout_s)
+async def two_processes(template: PeerTemplate, mode: str, timeout_s: float = 15.0) -> AsyncIterator[Processes]:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        spec = ChildSpec("peer", (), dict(os.environ), fork_arguments=(mode, str(timeout_s)))
+        child = InheritedProcess(await template.fork(spec, theirs.fileno()))
+    reader, writer = await asyncio.open_connection(sock=ours)
+    processes = Processes(child, (reader, writer), mode, timeout_s)
     await processes.transport.start()
     running = asyncio.create_task(processes.plane.run())
     try:
-        await processes.plane.order(Order("usage"), 60.0)  # it imports torch first
+        await processes.plane.order(Order("usage"))
         yield processes
     finally:
         await processes.transport.close()
         if child.returncode is None:
-            child.kill()
+            processes.kill()
         await child.wait()
         await asyncio.wait_for(running, 5)
-        assert child.stdin is not None
-        child.stdin.close()
+        writer.close()
