@@ -51,8 +51,6 @@ class AttemptRun:
         async with parts.gate.turn(record.arrived_at_s, calls.remaining_s()) if needs_room else nullcontext():
             sampling, prefill_id, first = await self._first_token()
         record.first_token_at_s = time.monotonic()
-        if kept_at := self._pictures.kept_at:
-            parts.release(calls.request_id, kept_at)  # files that nobody needs now
         if first.finish_reason is not None:
             yield Tokens((), first.finish_reason) if first.finish_reason == "stop" else _first_tokens(first)
             return
@@ -86,6 +84,8 @@ class AttemptRun:
                     await pictures.encoded()
                 record.move(Phase.PREFILL)
                 prefill_id, first = await self._prefill(expanded, sampling, group)
+                if kept_at := pictures.kept_at:
+                    self._calls.parts.release(self._calls.request_id, kept_at)  # files that nobody needs now
                 pictures.stop()
         except BaseExceptionGroup as errors:
             raise most_telling(errors) from None

@@ -132,9 +132,10 @@ class Pictures:
                 task.cancel()
 
     def stop(self) -> None:
-        """What still runs is of no use any more."""
+        """What still runs is of no use any more, nor are the files."""
         for task in self._tasks:
             task.cancel()
+        self._tasks, self._pictures = [], []
 
     async def _one(self, picture: Picture, prompt_at: InstanceId | None) -> TensorRef | None:
         if picture.image is None:

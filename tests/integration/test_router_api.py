@@ -605,31 +605,33 @@ async def test_a_full_instance_means_another_one(world: World) -> None:
     assert len(stages["prefill"].seen) > 2, "it is asked again until stage_wait_s is over"
 
 
-async def test_a_store_too_small_for_all_at_once(world: World) -> None:
+async def test_a_store_too_small_for_all_at_once(checkpoint: Path) -> None:
     """Eight requests of three pictures need 24 places, of which there are four. Whoever holds one or two and waits for the
     rest must let go some time, and all are answered in the end, each on an attempt that was not refused."""
-    stages = world.add_all()
-    encoder, held = stages["encoder"], Counter[RequestId]()
+    async with World(checkpoint, stage_wait_s=1.0, policy="static") as world:
+        stages = world.add_all()
+        encoder, held = stages["encoder"], Counter[RequestId]()
 
-    async def encode(request: EncodeRequest) -> Any:
-        give_up_at_s = time.monotonic() + 0.05
-        while held.total() >= 4:
-            if time.monotonic() > give_up_at_s:
-                raise Overloaded("full", code="tensor_store_full")
-            await asyncio.sleep(0.001)
-            for request_id in encoder.released:
-                held.pop(request_id, None)
-        held[request.request_id] += 1
-        return await encoder.default(request)
+        async def encode(request: EncodeRequest) -> Any:
+            give_up_at_s = time.monotonic() + 0.05
+            while held.total() >= 4:
+                if time.monotonic() > give_up_at_s:
+                    raise Overloaded("full", code="tensor_store_full")
+                await asyncio.sleep(0.001)
+                for request_id in encoder.released:
+                    held.pop(request_id, None)
+            held[request.request_id] += 1
+            return await encoder.default(request)
 
-    async def prefill(request: PrefillRequest) -> Any:
-        assert held.pop(request.request_id) == 3
-        return await stages["prefill"].default(request)
+        async def prefill(request: PrefillRequest) -> Any:
+            assert held.pop(request.request_id) == 3
+            return await stages["prefill"].default(request)
 
-    encoder.hooks[EncodeRequest], stages["prefill"].hooks[PrefillRequest] = encode, prefill
-    answers = await asyncio.gather(*(world.ask([picture()] * 3, stream=i % 2 == 0) for i in range(8)))
-    assert [answer.status_code for answer in answers] == [200] * 8
-    assert encoder.released, "some gave up what they held"
+        encoder.hooks[EncodeRequest], stages["prefill"].hooks[PrefillRequest] = encode, prefill
+        answers = await asyncio.gather(*(world.ask([picture()] * 3, stream=i % 2 == 0) for i in range(8)))
+        assert [answer.status_code for answer in answers] == [200] * 8
+        assert encoder.released, "some gave up what they held"
+        await world.settled()
 
 
 @pytest.mark.parametrize("stage", ["preprocess", "encoder", "prefill", "decode"])
