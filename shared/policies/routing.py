@@ -42,7 +42,7 @@ class ImageWork:
     """One image to encode. holders: instances that hold its embeddings. prompt_at: where its prompt will probably be computed;
     encoded there, they need not travel for transfer_s."""
 
-    num_tokens: int = 0
+    num_tokens: int
     holders: Collection[InstanceId] = ()
     prompt_at: InstanceId | None = None
     transfer_s: float = 0.0
@@ -55,7 +55,7 @@ class PromptWork:
     kv_costs: of getting KV from a holder; None: it is never pulled. saved_s: by instance, what transfers of embeddings are
     saved there."""
 
-    num_tokens: int = 0
+    num_tokens: int
     num_blocks: int = 0
     prefixes: Mapping[InstanceId, int] = field(default_factory=dict)
     kv_costs: TransferCosts | None = None
@@ -73,9 +73,6 @@ class Choice:
     pull_from: InstanceId | None = None
 
 
-NO_IMAGE, NO_PROMPT = ImageWork(), PromptWork()
-
-
 def choose_preprocess(candidates: Sequence[StageView]) -> Choice | None:
     """The instance with fewest images to decode. Ours: ModServe colocates preprocessing with the image instance."""
     if not candidates:
@@ -84,7 +81,7 @@ def choose_preprocess(candidates: Sequence[StageView]) -> Choice | None:
     return Choice(best.instance_id, f"fewest images waiting: {best.num_requests} of {len(candidates)} candidates")
 
 
-def choose_encoder(candidates: Sequence[StageView], image: ImageWork = NO_IMAGE) -> Choice | None:
+def choose_encoder(candidates: Sequence[StageView], image: ImageWork) -> Choice | None:
     """The least busy of those that hold the embeddings: nothing is computed. Else the instance from which they would be there
     first, by its pending image tokens; for each image alone, so that the images of one request are encoded in parallel
     (ModServe, modality-aware routing, which counts tokens where this counts their seconds). That it may be where the prompt
@@ -106,7 +103,7 @@ def choose_encoder(candidates: Sequence[StageView], image: ImageWork = NO_IMAGE)
     return Choice(best.instance_id, f"done first of {len(candidates)} candidates{where}: {waiting}")
 
 
-def choose_prefill(candidates: Sequence[StageView], prompt: PromptWork = NO_PROMPT) -> Choice | None:
+def choose_prefill(candidates: Sequence[StageView], prompt: PromptWork) -> Choice | None:
     """The instance whose first token would come first, by its pending prompt tokens and what it has to compute of this prompt,
     chosen when the images are ready (ModServe, modality-aware routing with late binding). Cached KV counts where it saves
     time, pulled from a peer too: so a holder that is busy is left for an idle instance, and affinity never waits longer than

@@ -35,7 +35,7 @@ def made(choice: Choice | None) -> Choice:
 
 def test_encoders_and_prefills_are_chosen_by_tokens_not_by_requests() -> None:
     candidates = [view("a", requests=1, tokens=4000), view("b", requests=9, tokens=900)]
-    for choice in (made(choose_encoder(candidates)), made(choose_prefill(candidates))):
+    for choice in (made(choose_encoder(candidates, ImageWork(9))), made(choose_prefill(candidates, PromptWork(9)))):
         assert choice.instance_id == "b"
         assert "900" in choice.reason
 
@@ -46,14 +46,14 @@ def test_preprocess_is_chosen_by_requests() -> None:
 
 def test_seconds_count_where_rates_are_known() -> None:
     slow, fast = view("a", tokens=500, pace=100.0), view("b", tokens=900, pace=1000.0)
-    assert made(choose_encoder([slow, fast])).instance_id == "b"
+    assert made(choose_encoder([slow, fast], ImageWork(9))).instance_id == "b"
     busy = view("b", tokens=900, pace=1000.0, other_s=9.0)
-    assert made(choose_prefill([slow, busy])).instance_id == "a", "its engine is busy with another stage"
+    assert made(choose_prefill([slow, busy], PromptWork(9))).instance_id == "a", "its engine is busy with another stage"
 
 
 def test_small_differences_of_rates_don_t_draw_all_work_to_one_instance() -> None:
     candidates = [view("a", requests=1, pace=1000.0), view("b", pace=900.0), view("c", pace=1100.0)]
-    assert made(choose_encoder(candidates)).instance_id == "b"
+    assert made(choose_encoder(candidates, ImageWork(9))).instance_id == "b"
 
 
 def test_an_image_that_is_held_is_not_encoded() -> None:
