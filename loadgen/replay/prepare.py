@@ -135,6 +135,6 @@ def _notes(costs: TokenCosts | None, pool: PicturePool | None) -> Iterator[str]:
     elif costs.is_measured:
         yield f"Prompts are filled to the trace's lengths with words, {costs.per_word:.2f} tokens each as this target counts."
     else:
-        yield f"The target reports no usage: {costs.per_word:.2f} tokens a word are a guess, and so are the lengths of prompts."
+        yield f"The target's usage tells no lengths: {costs.per_word:.2f} tokens a word are a guess, prompts' lengths too."
     if pool is not None:
         yield f"Pictures are drawings, median file {pool.median_bytes:,} bytes: photographs of the same size are larger files."
