@@ -15,6 +15,7 @@ from dataclasses import replace
 from fastapi import FastAPI
 
 from triptych.cache.index import CacheIndex
+from triptych.cache.index_metrics import IndexMetrics
 from triptych.cache.keys import NUM_CHANNELS
 from triptych.cache.known_files import KnownFiles
 from triptych.cache.redis_index import open_index
@@ -84,6 +85,7 @@ class PreprocessService:
         self._index = self._index or open_index(settings, self._checkpoint.revision)
         self._files = KnownFiles(self._index, self._checkpoint.revision)
         self._metrics = PreprocessMetrics(context.metrics)
+        context.metrics.register(IndexMetrics(self._index.counters))
         self._transport = await open_transport(context)
         context.registry.on_lost(self._transport.forget_peer)
         Uploads(self._tasks, self._store, settings.request_timeout_s, self._lease_blob, self._refuse_new).add_routes(self.app)

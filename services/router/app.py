@@ -16,6 +16,7 @@ import structlog
 from fastapi import FastAPI, Request, Response
 
 from triptych.cache.index import CacheIndex
+from triptych.cache.index_metrics import IndexMetrics
 from triptych.cache.known_files import KnownFiles
 from triptych.cache.redis_index import open_index
 from triptych.services.router.asks import Model
@@ -31,7 +32,7 @@ from triptych.services.router.media_gate import MediaGate
 from triptych.services.router.prompt import PromptBuilder
 from triptych.services.router.record import STAGES, Phase, RequestRecord
 from triptych.services.router.releases import Releases
-from triptych.services.router.router_metrics import IndexMetrics, RouterMetrics
+from triptych.services.router.router_metrics import RouterMetrics
 from triptych.services.router.routing import Routing
 from triptych.services.router.session import Api, Session
 from triptych.services.router.token_streams import TokenStreams

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily, Metric
-from prometheus_client.registry import Collector
 
-from triptych.cache.index import IndexCounters
 from triptych.services.router.record import PICTURE_ENDS, STAGES, Phase, RequestRecord
 from triptych.shared.messages import FinishReason
 
@@ -78,21 +75,3 @@ class RouterMetrics:
             for stamp in attempt.stamps:
                 if stamp.begun_at_s is not None and stamp.ended_at_s is not None:
                     self.stage_seconds[stamp.stage].observe(stamp.ended_at_s - stamp.begun_at_s)
-
-
-class IndexMetrics(Collector):
-    """How the cache index of this process was asked."""
-
-    def __init__(self, counters: IndexCounters) -> None:
-        self._counters = counters
-
-    def collect(self) -> Iterator[Metric]:
-        """One counter for each of IndexCounters."""
-        texts = {
-            "round_trips": "questions to the cache index",
-            "failures": "those that were not answered in time, and hints that were not taken",
-            "skipped": "questions not asked, since the index failed lately",
-            "lost": "hints that were dropped",
-        }
-        for name, text in texts.items():
-            yield CounterMetricFamily(f"triptych_index_{name}", text, value=getattr(self._counters, f"num_{name}"))
