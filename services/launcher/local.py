@@ -94,14 +94,15 @@ class LocalLauncher:
 
         Raises:
             BadRequest: no such slot.
-            Overloaded: its process is still there, or everything is being stopped.
+            Overloaded: its process is still there, or was asked for already (by another instance that shared it), or everything
+                is being stopped.
         """
         if not isinstance(request, LaunchRequest):
             raise BadRequest(f"the launcher takes no {type(request).__name__}", code="wrong_instance")
         slot = next((slot for slot in self._slots.values() if request.name in (slot.name, *slot.instances)), None)
         if slot is None:
             raise BadRequest(f"there is no slot {request.name!r}", code="no_such_slot")
-        if self._is_stopping or (slot.child is not None and slot.child.is_running):
+        if self._is_stopping or slot.relaunch.is_set() or (slot.child is not None and slot.child.is_running):
             raise Overloaded(f"slot {request.name} can't be started now", code="slot_busy")
         slot.relaunch.set()
         return Accepted()
