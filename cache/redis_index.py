@@ -138,10 +138,7 @@ class RedisIndex:
         self._bound()
 
     def _bound(self) -> None:
-        for hints in (self._facts, self._images):
-            while len(hints) > MAX_HINTS:
-                del hints[next(iter(hints))]
-                self.counters.num_lost += 1
+        self.counters.num_lost += _shorten(self._facts) + _shorten(self._images)
         self._has_hints.set()
 
     async def _publish(self) -> None:
@@ -195,6 +192,14 @@ def _connect(url: str) -> Redis:
     except ValueError as error:
         raise BadRequest("bad setting: TRIPTYCH_REDIS_URL is no redis:// URL", code="bad_setting") from error
     return Redis.from_pool(pool)
+
+
+def _shorten(hints: dict[Any, Any]) -> int:
+    """Drops the oldest hints over the bound; how many."""
+    excess = list(islice(hints, max(0, len(hints) - MAX_HINTS)))
+    for key in excess:
+        del hints[key]
+    return len(excess)
 
 
 def _forget(hints: dict[Any, Any], sent: dict[Any, Any]) -> None:

@@ -67,7 +67,8 @@ class _Cluster:
     max_prompt_tokens: int
 
     async def ask(self, body: dict[str, Any]) -> Answer:
-        began_s, first_s, usage = time.perf_counter(), 0.0, {}
+        began_s, first_s = time.perf_counter(), 0.0
+        usage: dict[str, Any] = {}
         pieces = []
         async with self.http.post(f"{self.url}/v1/chat/completions", json=body) as response:
             async for chunk in read_events(response):
