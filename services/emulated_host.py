@@ -10,11 +10,12 @@ import asyncio
 import structlog
 from prometheus_client import Gauge
 
-from triptych.services.host_context import HostParts, host_context
+from triptych.cache.redis_index import open_index
+from triptych.services.host_context import HostContext
+from triptych.services.instance_parts import HostParts, host_context
 from triptych.shared.emulation import cost_model_of, open_model
 from triptych.shared.engine.emulated import EmulatedEngine
 from triptych.shared.engine.emulated_calls import EmulatedCalls
-from triptych.shared.engine.role import HostContext
 from triptych.shared.messages import Role
 from triptych.shared.request_tasks import RequestTasks
 from triptych.shared.service import ServiceContext
@@ -37,7 +38,7 @@ async def open_emulated_host(
     engine = EmulatedEngine(cost, open_model(settings), settings, calls.spend)  # first: a wrong setting is told at once
     _log.info("emulated", what=cost.name, time_scale=settings.time_scale, startup_s=cost.startup_s)
     await asyncio.sleep(cost.startup_s / settings.time_scale)
-    transport = await open_transport(frame)
+    transport, index = await open_transport(frame), open_index(settings, engine.model_card.revision)
     lag = Gauge(
         "triptych_emulation_lag_seconds",
         "how late the last modelled step ended",
@@ -50,4 +51,5 @@ async def open_emulated_host(
         registry=frame.metrics,
     )
     lost.set_function(lambda: calls.lost_s)
-    return host_context(frame, HostParts(settings, engine, calls, transport, stand_in_host_memory), tasks)
+    parts = HostParts(settings, engine, calls, transport, index, stand_in_host_memory)
+    return host_context(frame, parts, tasks)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import torch
 
-from triptych.services.host_context import HostParts, host_context
+from triptych.cache.redis_index import open_index
+from triptych.services.host_context import HostContext
+from triptych.services.instance_parts import HostParts, host_context
 from triptych.shared.checkpoint import open_checkpoint
 from triptych.shared.engine.api import Engine
-from triptych.shared.engine.role import HostContext
 from triptych.shared.engine.thread import EngineCalls
 from triptych.shared.engine.torch_engine import load_engine
 from triptych.shared.request_tasks import RequestTasks
@@ -31,8 +32,9 @@ def open_engine(settings: Settings, num_threads: int) -> Engine:
 
 async def open_host(frame: ServiceContext, engine: Engine, thread: EngineCalls, tasks: RequestTasks) -> HostContext:
     """What the roles work with; its transport listens."""
-    transport = await open_transport(frame)
-    return host_context(frame, HostParts(frame.settings, engine, thread, transport, _host_memory), tasks)
+    transport, index = await open_transport(frame), open_index(frame.settings, engine.model_card.revision)
+    parts = HostParts(frame.settings, engine, thread, transport, index, _host_memory)
+    return host_context(frame, parts, tasks)
 
 
 def _host_memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -1,116 +1,86 @@
-"""What an instance has below its roles, put together from its parts, and what its heartbeat tells of them. No torch.
+"""What the host of an instance gives to its roles: engine, KV blocks, caches, transport, and what they are asked to go by.
 
-Called by engine_host.py and emulated_host.py, which open the parts, and by instance.py.
+services/instance_parts.py makes one for an instance; roles know neither the host nor each other. No torch.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-import msgspec
-import structlog
-
+from triptych.cache.index import CacheIndex
+from triptych.services.embedding_cache import EmbeddingCache
+from triptych.services.instance_metrics import InstanceMetrics
+from triptych.services.prefix_cache import PrefixCache
 from triptych.shared.engine.api import Engine
 from triptych.shared.engine.health import EngineHealth
 from triptych.shared.engine.kv_blocks import KvBlocks
-from triptych.shared.engine.paged_kv import BlockPool
-from triptych.shared.engine.role import HostContext
 from triptych.shared.engine.thread import EngineCalls
-from triptych.shared.errors import InternalError
-from triptych.shared.instance_info import ModelCard, Resources, TransportAddress
-from triptych.shared.messages import InstanceId
+from triptych.shared.errors import DeadlineExceeded, InstanceLost
+from triptych.shared.instance_info import TransportAddress
+from triptych.shared.messages import Event, InstanceId, Message, Reply, TensorRef
+from triptych.shared.policies.policy_set import PolicySet
 from triptych.shared.request_tasks import RequestTasks
-from triptych.shared.service import ServiceContext
 from triptych.shared.settings import Settings
 from triptych.shared.transport.api import Transport
-from triptych.shared.transport.memory import STAMP_BYTES
 
 if TYPE_CHECKING:  # only named, never computed with: emulated instances run without torch
-    from collections.abc import Callable
-
     import torch
 
-_log = structlog.get_logger(__name__)
+B = TypeVar("B")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class HostParts:
-    """What is opened first. settings: those that the roles go by. transport: it listens. host_memory: see HostContext."""
+class HostContext:
+    """What a role works with. max_model_len: longest prompt + output in tokens that model, KV pool and store allow.
+    peer_address: how to reach an instance's tensors, None when it is not known (any more); may wait for its first heartbeat.
+    index: the caches tell it what they hold. ask: Bus.request. host_memory: a new tensor outside of the accelerator, not
+    initialised."""
 
     settings: Settings
+    policies: PolicySet
+    instance_id: InstanceId
     engine: Engine
     thread: EngineCalls
+    health: EngineHealth
+    kv: KvBlocks
+    prefixes: PrefixCache
+    embeddings: EmbeddingCache
+    index: CacheIndex
     transport: Transport
+    tasks: RequestTasks
+    metrics: InstanceMetrics
+    max_model_len: int
+    peer_address: Callable[[InstanceId], Awaitable[TransportAddress | None]]
+    ask: Callable[[InstanceId, Message, float], Awaitable[Reply]]
+    publish_event: Callable[[str, Event], Awaitable[None]]
     host_memory: Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
+    async def compute(self, call: Callable[[B], list[T]], batch: B) -> list[T]:
+        """call(batch) as an engine call; what came of each item, results and exceptions."""
+        outcomes = await self.thread.run(call, batch)
+        self.health.note(outcomes)
+        return outcomes
 
-def host_context(frame: ServiceContext, parts: HostParts, tasks: RequestTasks) -> HostContext:
-    """What the roles work with."""
-    engine, transport = parts.engine, parts.transport
-    frame.registry.on_lost(transport.forget_peer)
+    async def pull(self, ref: TensorRef) -> torch.Tensor:
+        """A peer's tensor, which the peer drops; one of our own without copying, to be released after use.
 
-    async def peer_address(instance_id: InstanceId) -> TransportAddress | None:
-        heartbeat = await frame.registry.find(instance_id)
-        return None if heartbeat is None else heartbeat.transport
+        Raises:
+            InstanceLost: the owner is gone, silent for transfer_timeout_s, or no longer holds it.
+        """
+        if ref.owner == self.instance_id:
+            return self.transport.get(ref)
+        peer = await self.peer_address(ref.owner)
+        if peer is None:
+            raise InstanceLost("an instance that holds a part of the request is gone", instance_id=ref.owner)
+        try:
+            return await self.transport.pull(ref, peer, self.settings.transfer_timeout_s)
+        except DeadlineExceeded:
+            raise InstanceLost("a tensor transfer took too long", instance_id=ref.owner, code="transfer_timeout") from None
 
-    return HostContext(
-        settings=parts.settings,
-        instance_id=frame.instance_id,
-        engine=engine,
-        thread=parts.thread,
-        health=EngineHealth(parts.settings.max_engine_failures, frame.lifecycle.give_up),
-        kv=KvBlocks(engine, transport),
-        transport=transport,
-        tasks=tasks,
-        max_model_len=_max_model_len(engine, parts.settings.tensor_store_bytes),
-        peer_address=peer_address,
-        publish_event=frame.bus.publish_event,
-        host_memory=parts.host_memory,
-    )
-
-
-def _max_model_len(engine: Engine, tensor_store_bytes: int) -> int:
-    """Tokens of prompt and output that model and KV pool allow, and whose KV can move: it lies in the tensor store whole while
-    it is pulled. A longer prompt would be computed, and then never reach its decode instance."""
-    shape, dtype = engine.exported_shape(1)
-    num_blocks = (tensor_store_bytes - STAMP_BYTES) // (dtype.itemsize * math.prod(shape))
-    movable = num_blocks * engine.block_size
-    limit = min(engine.model_card.max_model_len, engine.block_pool.num_blocks * engine.block_size)
-    if movable < limit:
-        _log.warning("the tensor store bounds the context", max_model_len=movable, would_be=limit)
-    return min(limit, movable)
-
-
-def resources_of(context: HostContext) -> Resources:
-    """Blocks and leases of an instance; the rest is filled in by the service frame."""
-    pool = context.engine.block_pool
-    used_bytes, capacity_bytes, num_leases = context.transport.usage()
-    return Resources(
-        pid=0,
-        num_threads=0,
-        num_blocks=pool.num_blocks,
-        num_free_blocks=pool.num_free,
-        num_cached_blocks=pool.num_cached,
-        num_leased_blocks=pool.num_leased,
-        tensor_store_bytes=used_bytes,
-        tensor_store_capacity_bytes=capacity_bytes,
-        num_leases=num_leases,
-    )
-
-
-def model_card_of(context: HostContext) -> ModelCard:
-    """The engine's, with what this instance really takes."""
-    return msgspec.structs.replace(context.engine.model_card, max_model_len=context.max_model_len)
-
-
-def integrity_error(pool: BlockPool) -> str | None:
-    """What is wrong with the block counts of an idle instance."""
-    try:
-        pool.check_integrity()
-    except InternalError as error:
-        return error.message
-    if pool.num_free + pool.num_cached != pool.num_blocks:
-        return f"idle, but {pool.num_used} KV blocks are in use and {pool.num_leased} leased"
-    return None
+    def drop(self, ref: TensorRef) -> None:
+        """After `pull`: release the tensor when it is our own."""
+        if ref.owner == self.instance_id:
+            self.transport.release(ref.tensor_id)

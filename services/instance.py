@@ -14,19 +14,21 @@ from collections.abc import Callable, Sequence
 
 import structlog
 from fastapi import FastAPI
-from prometheus_client import Counter
 
 from triptych.services.decode.role import DecodeRole
 from triptych.services.emulated_host import open_emulated_host
 from triptych.services.encoder.role import EncoderRole
-from triptych.services.host_context import integrity_error, model_card_of, resources_of
+from triptych.services.host_context import HostContext
+from triptych.services.instance_parts import integrity_error, model_card_of, resources_of
 from triptych.services.prefill.role import PrefillRole
 from triptych.shared.engine.emulated_calls import EmulatedCalls
-from triptych.shared.engine.role import HostContext, StageRole
+from triptych.shared.engine.role import StageRole
 from triptych.shared.engine.thread import EngineCalls, EngineThread
 from triptych.shared.errors import InternalError, Overloaded
 from triptych.shared.messages import (
+    BlocksRequest,
     DecodeRequest,
+    EmbeddingsReady,
     EncodeRequest,
     InstanceId,
     InstanceRequest,
@@ -88,9 +90,6 @@ class InstanceService:
         """
         self._frame = context
         self._tasks.has_ended = context.registry.has_ended
-        self._integrity_failures = Counter(
-            "triptych_kv_integrity_failures", "idle checks that found KV blocks unaccounted for", registry=context.metrics
-        )
         self._context = await self._open()
         for role in self._initial_roles:
             await self._activate(role)
@@ -117,6 +116,12 @@ class InstanceService:
         match request:
             case EncodeRequest() | PrefillRequest() | DecodeRequest():
                 return await self._work(request)
+            case EmbeddingsReady():
+                return await self._role("prefill").handle(request)
+            case BlocksRequest():
+                self._tasks.note(request.request_id, request.router_id)
+                self._num_handled += 1
+                return await self._context.prefixes.lease(request)
             case PullRequest():
                 return await self._context.transport.on_pull(request)
             case PairRequest():
@@ -130,9 +135,9 @@ class InstanceService:
         return None
 
     async def _work(self, request: EncodeRequest | PrefillRequest | DecodeRequest) -> Message:
-        role = self._roles.get(_ROLE_OF[type(request)])
-        if role is None or self._frame.is_draining:
-            raise Overloaded("this instance takes no such work", code="stage_unavailable")
+        role = self._role(_ROLE_OF[type(request)])
+        if self._frame.is_draining:
+            raise _no_such_work()
         self._num_handled += 1
         with self._tasks.track(request.request_id, request.router_id):
             try:
@@ -140,6 +145,11 @@ class InstanceService:
             finally:
                 if self._tasks.is_released(request.request_id):  # what the handler stored in its last moment
                     self._context.transport.release_request(request.request_id)
+
+    def _role(self, name: Role) -> StageRole:
+        if name not in self._roles:
+            raise _no_such_work()
+        return self._roles[name]
 
     def _release(self, request_id: RequestId) -> None:
         self._tasks.cancel(request_id)
@@ -173,6 +183,7 @@ class InstanceService:
             for role in self._roles.values():
                 await role.stop()
             await self._context.transport.close()
+            await self._context.index.close()
         await asyncio.to_thread(self._thread.close)
 
     async def _keep_house(self) -> None:
@@ -186,13 +197,17 @@ class InstanceService:
     async def _check_integrity(self) -> None:
         """In a thread, since it takes long; void when work came meanwhile."""
         num_handled = self._num_handled
-        error = await asyncio.to_thread(integrity_error, self._context.engine.block_pool)
+        error = await asyncio.to_thread(integrity_error, self._context)
         if self._num_handled != num_handled:
             return
         self._num_handled_when_checked = num_handled
         if error is not None:
-            self._integrity_failures.inc()
+            self._context.metrics.integrity_failures.inc()
             _log.error("KV blocks are unaccounted for", error=error)
+
+
+def _no_such_work() -> Overloaded:
+    return Overloaded("this instance takes no such work", code="stage_unavailable")
 
 
 def _make_role(role: Role, context: HostContext) -> StageRole:

@@ -23,9 +23,11 @@ class Budget:
 
     @asynccontextmanager
     async def hold(self, amount: int) -> AsyncIterator[None]:
-        """Hold `amount` units inside the block, waiting for them first. The caller bounds the wait."""
+        """Hold `amount` units inside the block, waiting for them first; nothing waits for nothing. The caller bounds the
+        wait."""
         amount = min(amount, self.capacity)
-        await self._acquire(amount)
+        if amount > 0:
+            await self._acquire(amount)
         try:
             yield
         finally:

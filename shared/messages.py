@@ -82,8 +82,9 @@ class KvRef(msgspec.Struct, frozen=True):
     """A request's KV blocks, leased by the prefill instance. `tensor` has shape [num_layers, 2, num_blocks, block_size,
     num_kv_heads, head_dim]; the first num_computed_tokens slots are valid. `layout` must equal the puller's own.
     position_delta is added to a token's index to get its rotary position (multimodal rotary positions run behind).
-    block_keys: digests of the full blocks, one after another, and key_tail: what the next one's digest has seen so far (see
-    cache/keys.py); both empty when they are too many for a message: then the blocks are not cached where they go."""
+    block_keys: what the first block's digest is a digest of and those of the full blocks, one after another, and key_tail: what
+    the unfinished block holds (BlockChain in cache/keys.py); both empty when there are too many for a message, or nothing is
+    cached: then the blocks are not cached where they go either."""
 
     tensor: TensorRef
     num_computed_tokens: int
@@ -184,16 +185,18 @@ class EmbeddingsReady(Message, frozen=True):
 
 
 class BlocksRequest(Message, frozen=True):
-    """From a prefill instance: lease the KV blocks with these digests, as many from the first on as are held."""
+    """From a prefill instance: lease the KV blocks with these digests, as many from the first on as are held, less the first
+    num_held, which it has itself. timeout_s: how long the lease lasts."""
 
     request_id: RequestId
     router_id: InstanceId
     block_keys: bytes
     timeout_s: float
+    num_held: int = 0
 
 
 class BlocksReply(Message, frozen=True):
-    """kv: as KvRef's tensor, of num_blocks blocks; None when there is none. layout must equal the puller's own."""
+    """kv: as KvRef's tensor, of num_blocks blocks after num_held; None when there is none. layout must equal the puller's own."""
 
     num_blocks: int
     layout: str

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from triptych.shared.instance_info import Resources
 from triptych.shared.messages import Heartbeat
 from triptych.shared.nats_link import BusCounters
 
@@ -26,6 +27,18 @@ _GAUGES = {
     "tensor_store_capacity_bytes": "bytes the tensor store may hold",
     "num_leases": "tensors leased to others",
     "pss_bytes": "memory of this process (PSS)",
+}
+
+_POOL_GAUGES = {
+    "num_bytes": "what a pool of the cache holds",
+    "capacity_bytes": "what a pool of the cache may hold",
+    "num_entries": "blocks of KV, embeddings of images",
+}
+_POOL_COUNTERS = {
+    "num_hits": "looked for in a pool and found",
+    "num_misses": "looked for in a pool and not found",
+    "num_stale": "not found where the index said it was",
+    "num_evicted": "made room for others",
 }
 
 
@@ -69,6 +82,24 @@ class ProcessMetrics(Collector):
             for load in beat.loads:
                 family.add_metric([load.stage], getattr(load, name))
             yield family
+        yield from _pools(beat.resources)
+
+
+def _pools(resources: Resources) -> Iterator[Metric]:
+    """The pools of an instance's prefix cache, under one label."""
+    pools = {"kv": resources.kv_prefixes, "embeddings": resources.embeddings}
+    kinds: list[tuple[type[GaugeMetricFamily] | type[CounterMetricFamily], dict[str, str]]] = [
+        (GaugeMetricFamily, _POOL_GAUGES),
+        (CounterMetricFamily, _POOL_COUNTERS),
+    ]
+    for make, names in kinds:
+        for name, text in names.items():
+            family = make(f"triptych_cache_{name.removeprefix('num_')}", text, labels=["pool"])
+            for label, stats in pools.items():
+                if stats is not None:
+                    family.add_metric([label], getattr(stats, name))
+            if family.samples:
+                yield family
 
 
 def watch_process(registry: CollectorRegistry, view: ProcessView) -> None:

@@ -1,26 +1,28 @@
 """The running decode batch: who joins, who gets blocks, who is preempted, one token for each per step.
 
-On a lack of blocks the youngest sequence is preempted: its blocks are exported to host memory and imported again later,
-which is token-exact. Older requests go first everywhere. Event loop only, but for `_compute`.
+On a lack of blocks, when none is left that is only cached, the youngest sequence is preempted: its blocks are exported to
+host memory (preempted.py) and imported again later, which is token-exact. Older requests go first everywhere. Event loop only,
+but for `_compute`.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 
 from triptych.services.decode.job import DecodeJob
+from triptych.services.decode.preempted import PreemptedKv
+from triptych.services.host_context import HostContext
 from triptych.shared.engine.api import Chunk
 from triptych.shared.engine.isolate import as_typed, run_isolated
-from triptych.shared.engine.role import HostContext, settle
-from triptych.shared.errors import Overloaded
+from triptych.shared.engine.rate import Rate
+from triptych.shared.engine.role import settle
 
 OnOutcome = Callable[[DecodeJob, int | Exception], None]
 
 
 class DecodeBatch:
-    """Jobs that have their KV: waiting for blocks or a place in the batch, or running.
+    """Jobs that have their KV: waiting for blocks or a place in the batch, or running. rate: of generating tokens.
 
     Args:
         on_outcome: called for each job of a step with its next token, or with the error that ends it.
@@ -29,10 +31,11 @@ class DecodeBatch:
     def __init__(self, context: HostContext, on_outcome: OnOutcome) -> None:
         self._context = context
         self._on_outcome = on_outcome
-        self._max_preempted_bytes = _max_preempted_bytes(context)
+        self._preempted_kv = PreemptedKv(context)
         self._waiting: list[DecodeJob] = []
         self._running: list[DecodeJob] = []
         self.num_preemptions = 0
+        self.rate = Rate()
 
     @property
     def num_running(self) -> int:
@@ -52,6 +55,7 @@ class DecodeBatch:
             if job in jobs:
                 jobs.remove(job)
         if not job.is_in_step:
+            self._keep(job)
             self._free(job)
         self._claim()
 
@@ -64,14 +68,20 @@ class DecodeBatch:
         if not batch:
             return False
         self._enter(batch)
+        began_s = time.monotonic()
         try:
             outcomes = await self._context.compute(self._compute, batch)
         finally:
             self._exit(batch)
+        self.rate.note(len(batch), time.monotonic() - began_s)
         for job, outcome in zip(batch, outcomes, strict=True):
             if job.has_left:
                 continue
-            job.kv, job.is_preempted = None, False  # now in its blocks
+            job.kv, job.shared, job.is_preempted = None, {}, False  # now in its blocks
+            if isinstance(outcome, Exception):
+                job.chain = None  # or not even that
+            elif not job.is_kept:
+                self._keep(job)
             settle(job.joined, None)
             self._on_outcome(job, outcome)
         return True
@@ -84,21 +94,28 @@ class DecodeBatch:
     def _join(self) -> None:
         """Move waiting jobs to the batch: the preempted, then the others, each oldest first. One that lacks blocks is not
         overtaken by others that need some, so that nothing new comes into the pool while there are preempted ones."""
-        kv, may_allocate = self._context.kv, True
+        may_allocate = True
         for job in sorted(self._waiting, key=lambda job: (not job.is_preempted, _age(job))):
             if len(self._running) >= self._context.settings.max_num_seqs:
                 break
-            if job.kv is not None:
-                blocks = kv.allocate(self._num_needed(job), keep_free=len(self._running)) if may_allocate else None
-                if blocks is None:
-                    may_allocate = False
-                    continue
-                job.sequence.block_table = blocks
+            if job.kv is not None and not (may_allocate and self._give_blocks(job)):
+                may_allocate = False
+                continue
             self._waiting.remove(job)
             self._running.append(job)
             if job.begun_at_s is None:
                 job.begun_at_s = time.monotonic()
         self._running.sort(key=_age)
+
+    def _give_blocks(self, job: DecodeJob) -> bool:
+        """Blocks for a job's KV: of those that it shared, the ones that are still here, and new ones."""
+        held = self._context.prefixes.take(list(job.shared))
+        rest = self._context.kv.allocate(self._num_needed(job) - len(held), keep_free=len(self._running))
+        if rest is None:
+            self._context.prefixes.give_back(held)
+            return False
+        job.sequence.block_table, job.num_found = held + rest, len(held)
+        return True
 
     async def _reserve(self) -> None:
         """Give every running job a block for its next token, preempting the youngest for the older."""
@@ -127,19 +144,10 @@ class DecodeBatch:
         self._free(job, keep_kv=True)
 
     async def _export(self, job: DecodeJob) -> bool:
-        """Whether job.kv was filled; when not, the job was ended and its blocks are free."""
-        engine, sequence = self._context.engine, job.sequence
-        blocks = sequence.block_table[: self._context.kv.num_for(sequence.num_computed_tokens)]
-        held = sum(one.num_kv_bytes for one in self._waiting if one.is_preempted)
-        shape, dtype = engine.exported_shape(len(blocks))
-        num_bytes = dtype.itemsize * math.prod(shape)
-        if held + num_bytes > self._max_preempted_bytes:
-            self._on_outcome(job, Overloaded("too many requests at one decode instance", code="kv_full"))
-            return False
+        """Whether the job's KV was copied; when not, the job was ended and its blocks are free."""
         self._enter([job])
         try:
-            host_memory = self._context.host_memory(shape, dtype)
-            job.kv = await self._context.thread.run(engine.export_blocks, blocks, host_memory)
+            await self._preempted_kv.copy(job, [one for one in self._waiting if one.is_preempted])
         except Exception as error:
             self._on_outcome(job, as_typed(error, "moving KV blocks"))
         finally:
@@ -165,8 +173,19 @@ class DecodeBatch:
     def _import(self, job: DecodeJob) -> None:
         engine, sequence = self._context.engine, job.sequence
         if job.kv is not None:
+            for place, block in list(enumerate(job.shared.values()))[job.num_found :]:
+                engine.import_blocks(block, sequence.block_table[place : place + 1])
             num_blocks = self._context.kv.num_for(sequence.num_computed_tokens)
-            engine.import_blocks(job.kv, sequence.block_table[:num_blocks])
+            engine.import_blocks(job.kv, sequence.block_table[len(job.shared) : num_blocks])
+
+    def _keep(self, job: DecodeJob) -> None:
+        """Let others have what is computed of a job whose KV is in its blocks."""
+        sequence, chain = job.sequence, job.chain
+        if chain is not None and job.kv is None and sequence.block_table:
+            if job.has_left:
+                chain.extend(sequence.token_ids[chain.num_tokens : sequence.num_computed_tokens])
+            self._context.prefixes.add(sequence, chain.keys)
+            job.is_kept = True
 
     def _enter(self, batch: list[DecodeJob]) -> None:
         for job in batch:
@@ -181,7 +200,8 @@ class DecodeBatch:
 
     def _free(self, job: DecodeJob, keep_kv: bool = False) -> None:
         if not keep_kv:
-            job.kv = None
+            job.kv, job.shared = None, {}
+        job.is_kept = False
         self._context.kv.free(job.sequence)
 
     def _claim(self) -> None:
@@ -195,19 +215,6 @@ class DecodeBatch:
     def _num_needed(self, job: DecodeJob) -> int:
         """Blocks for the job's tokens and its next one."""
         return self._context.kv.num_for(job.sequence.num_computed_tokens + 1)
-
-
-def _max_preempted_bytes(context: HostContext) -> int:
-    """Host memory for preempted KV: what it can get to at most, so that no request ends for a lack of it. Ours.
-
-    Of n sequences that grow side by side in a pool of size P, the youngest is preempted when each has P/n, the next at
-    P/(n-1), ... the second at P/2; what did not grow was in the pool at first, together at most P. That is P * (1 + 1/2 +
-    ... + 1/n), 4.7 P for 64, and a block each for rounding. Nothing new comes into the pool meanwhile (`_join`, `_claim`).
-    """
-    num_seqs = context.settings.max_num_seqs
-    num_blocks = math.ceil(context.kv.num_total * sum(1 / n for n in range(1, num_seqs + 1))) + num_seqs
-    shape, dtype = context.engine.exported_shape(num_blocks)
-    return dtype.itemsize * math.prod(shape)
 
 
 def _age(job: DecodeJob) -> float:

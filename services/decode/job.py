@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from triptych.cache.keys import BlockChain
 from triptych.shared.engine.api import Sequence
 from triptych.shared.messages import DecodeRequest, InstanceId, StageTime
 from triptych.shared.sampling_params import TokenLogprobs
@@ -16,8 +17,10 @@ if TYPE_CHECKING:  # only named, never computed with: emulated instances run wit
 
 @dataclass(slots=True, eq=False)
 class DecodeJob:
-    """A request's KV is in its sequence's blocks, or in `kv` (as export_blocks made it) when it was pulled and waits for
-    blocks, or was preempted.
+    """A request's KV is in its sequence's blocks, or outside of the pool, as export_blocks made it, when it was pulled and
+    waits for blocks, or was preempted: the first blocks in `shared`, each by itself under its key, all others in `kv`. chain:
+    the keys of its full blocks, those of the prompt while it runs; None when nothing is cached. is_kept: they are in the cache.
+    num_found: blocks of `shared` that were in the cache still when it got its blocks, and need not be imported.
 
     joined: set when it runs for the first time. finished: set after its last chunk, or with the error that ends it. While
     is_in_step the engine thread uses its blocks: a job that leaves then is freed when that ends. unsent: output tokens after
@@ -29,7 +32,11 @@ class DecodeJob:
     arrived_at_s: float
     joined: asyncio.Future[None]
     finished: asyncio.Future[None]
+    chain: BlockChain | None = None
+    is_kept: bool = False
     kv: torch.Tensor | None = None
+    shared: dict[bytes, torch.Tensor] = field(default_factory=dict)
+    num_found: int = 0
     is_preempted: bool = False
     is_in_step: bool = False
     has_left: bool = False
@@ -40,10 +47,6 @@ class DecodeJob:
     unsent_logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_sent: int = 0
 
-    @property
-    def num_kv_bytes(self) -> int:
-        return 0 if self.kv is None else self.kv.nbytes
-
     def time(self, instance_id: InstanceId, now_s: float) -> StageTime:
         """What the stage spent on it so far."""
         begun_at_s = now_s if self.begun_at_s is None else self.begun_at_s
@@ -51,7 +54,7 @@ class DecodeJob:
         return StageTime("decode", instance_id, queued_s, self.transfer_s, now_s - begun_at_s)
 
 
-def new_job(request: DecodeRequest, now_s: float) -> DecodeJob:
+def new_job(request: DecodeRequest, chain: BlockChain | None, now_s: float) -> DecodeJob:
     """The prompt's ids are not known here and not needed: their KV is. They are zeros in the sequence; penalties that need
     them have prompt_token_set."""
     loop = asyncio.get_running_loop()
@@ -64,4 +67,5 @@ def new_job(request: DecodeRequest, now_s: float) -> DecodeJob:
         position_delta=request.kv.position_delta,
         prompt_token_set=request.prompt_token_set,
     )
-    return DecodeJob(request, sequence, now_s, loop.create_future(), loop.create_future(), last_sign_at_s=now_s)
+    joined, finished = loop.create_future(), loop.create_future()
+    return DecodeJob(request, sequence, now_s, joined, finished, chain, last_sign_at_s=now_s)

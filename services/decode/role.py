@@ -15,10 +15,11 @@ from triptych.services.decode.batch import DecodeBatch
 from triptych.services.decode.checks import check_request
 from triptych.services.decode.job import DecodeJob, new_job
 from triptych.services.decode.outbox import Outbox
+from triptych.services.host_context import HostContext
 from triptych.shared.budget import Budget
 from triptych.shared.engine.isolate import as_typed
 from triptych.shared.engine.loop import StepLoop
-from triptych.shared.engine.role import MAX_PULLS, HostContext, Intake, deadline, settle
+from triptych.shared.engine.role import MAX_PULLS, Intake, deadline, settle
 from triptych.shared.errors import DeadlineExceeded, InternalError, TriptychError
 from triptych.shared.instance_info import StageLoad
 from triptych.shared.messages import Accepted, DecodeRequest, FinishReason, InstanceRequest, TokenChunk
@@ -79,7 +80,8 @@ class DecodeRole:
     def load(self) -> StageLoad:
         num_running = self._batch.num_running
         num_tokens = sum(len(job.sequence.token_ids) for job in self._jobs)
-        return StageLoad("decode", len(self._jobs) - num_running, num_running, num_tokens)
+        num_waiting = len(self._jobs) - num_running
+        return StageLoad("decode", num_waiting, num_running, num_tokens, self._batch.rate.tokens_per_s)
 
     async def handle(self, request: InstanceRequest) -> Accepted:
         """Queue one request; its tokens, or the error that ends it, come on the router's stream.
@@ -92,7 +94,7 @@ class DecodeRole:
         self._intake.check(len(self._jobs) - self._batch.num_running)
         check_request(request, self._context.engine, self._context.max_model_len)
         self._context.tasks.refuse_released(request.request_id)
-        job = new_job(request, time.monotonic())
+        job = new_job(request, self._context.prefixes.chain_from(request.kv), time.monotonic())
         self._jobs.add(job)
         task = asyncio.create_task(self._serve(job), name=f"decode {request.request_id}")
         self._tasks.add(task)

@@ -1,42 +1,24 @@
-"""The encoder role: pulls an image's pixels, runs the vision tower over a batch of images, leases the embeddings.
+"""The encoder role: pulls an image's pixels, has them encoded, leases the embeddings. What the instance has already, or is
+about to have for another request, is not encoded again.
 
-Images are taken first come, first served; one that breaks the vision tower fails alone. Used by the instance host.
+This is the intake; the queue and the steps are in batch.py. Used by the instance host.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
-from dataclasses import dataclass
-from itertools import islice
-from typing import TYPE_CHECKING
 
+from triptych.services.encoder.batch import EncodeBatch, EncodeJob
+from triptych.services.host_context import HostContext
 from triptych.shared.budget import Budget
-from triptych.shared.engine.isolate import as_typed, each_alone
 from triptych.shared.engine.loop import StepLoop
-from triptych.shared.engine.role import LEASE_GRACE_S, MAX_PULLS, HostContext, Intake, deadline, settle
-from triptych.shared.errors import InternalError
-from triptych.shared.image_info import ImageInfo
+from triptych.shared.engine.role import LEASE_GRACE_S, MAX_PULLS, Intake, deadline, settle
+from triptych.shared.errors import CACHE_MISS, InstanceLost, InternalError
 from triptych.shared.instance_info import StageLoad
-from triptych.shared.messages import EncodeReply, EncodeRequest, InstanceRequest, StageTime
-from triptych.shared.policies.batching import num_to_batch
-
-if TYPE_CHECKING:  # only named, never computed with: emulated instances run without torch
-    import torch
+from triptych.shared.messages import EncodeReply, EncodeRequest, InstanceRequest, StageTime, TensorRef
 
 IN_HAND_FACTOR = 2  # chosen: while one batch is encoded, the pixels of the next are pulled
-MAX_BATCH_IMAGES = 64  # chosen: bounds a batch of tiny images
-
-
-@dataclass(slots=True, eq=False)
-class _Job:
-    """pixels: uint8 [height, width, 3]. begun_at_s: when its batch began, monotonic."""
-
-    image: ImageInfo
-    pixels: torch.Tensor
-    result: asyncio.Future[torch.Tensor]
-    begun_at_s: float = 0.0
 
 
 class EncoderRole:
@@ -47,11 +29,11 @@ class EncoderRole:
         self._intake = Intake("encoder", context.settings.max_waiting)
         self._in_hand = Budget(IN_HAND_FACTOR * context.settings.max_encode_tokens)
         self._pulls = asyncio.Semaphore(MAX_PULLS)
-        self._queue: deque[_Job] = deque()
-        self._loop = StepLoop("encoder", self._step, self._on_error)
-        self._batch: list[_Job] = []
+        self._batch = EncodeBatch(context)
+        self._loop = StepLoop("encoder", self._batch.step, self._batch.fail_all)
+        self._jobs: dict[object, EncodeJob] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
         self._num_requests = 0
-        self._num_pending_tokens = 0
 
     async def start(self) -> None:
         self._intake.is_open = True
@@ -61,89 +43,113 @@ class EncoderRole:
         self._intake.is_open = False
 
     def is_idle(self) -> bool:
-        return self._num_requests == 0 and not self._loop.is_stepping
+        return self._num_requests == 0 and not self._tasks and not self._loop.is_stepping
 
     async def stop(self) -> None:
         self.stop_intake()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._loop.stop()
 
     def load(self) -> StageLoad:
-        num_running = len(self._batch)
-        return StageLoad("encoder", max(self._num_requests - num_running, 0), num_running, self._num_pending_tokens)
+        num_running = self._batch.num_running
+        num_pending_tokens = sum(job.image.num_tokens for job in self._jobs.values() if not job.result.done())
+        num_waiting = max(self._num_requests - num_running, 0)
+        return StageLoad("encoder", num_waiting, num_running, num_pending_tokens, self._batch.rate.tokens_per_s)
 
     async def handle(self, request: InstanceRequest) -> EncodeReply:
-        """Encode one image.
+        """Lease the embeddings of one image.
 
         Raises:
             TriptychError: refused, its inputs are gone, it broke the vision tower, or its time ran out.
         """
         if not isinstance(request, EncodeRequest):
             raise InternalError(f"an encoder has no use for a {type(request).__name__}")
-        self._intake.check(self._num_requests - len(self._batch))
+        self._intake.check(self._num_requests - self._batch.num_running)
         _check(request)
         self._num_requests += 1
-        self._num_pending_tokens += request.image.num_tokens
         try:
             async with deadline(request.timeout_s):
                 return await self._encode_one(request)
         finally:
             self._num_requests -= 1
-            self._num_pending_tokens -= request.image.num_tokens
 
     async def _encode_one(self, request: EncodeRequest) -> EncodeReply:
-        arrived_at_s = time.monotonic()
-        async with self._in_hand.hold(request.image.num_tokens):
-            async with self._pulls:
-                pull_began_s = time.monotonic()
-                pixels = await self._context.pull(request.pixels)
-                transfer_s = time.monotonic() - pull_began_s
-            job = _Job(request.image, pixels, asyncio.get_running_loop().create_future())
-            self._queue.append(job)
-            self._loop.wake()
-            embeddings = await job.result
-            self._context.drop(request.pixels)
-            compute_s = time.monotonic() - job.begun_at_s
-            # still in hand: while the store is full no more images are pulled and encoded
-            ref = await self._context.transport.put(embeddings, request.request_id, request.timeout_s + LEASE_GRACE_S)
-        queued_s = job.begun_at_s - arrived_at_s - transfer_s
-        return EncodeReply(ref, StageTime("encoder", self._context.instance_id, queued_s, transfer_s, compute_s))
+        """Until its embeddings are found, or made, or there are no pixels of its own to make them of."""
+        cache, arrived_at_s = self._context.embeddings, time.monotonic()
+        while True:
+            found = cache.find(request.image, is_expected=request.pixels is None)
+            if found is not None:
+                ref = await cache.lease(request.image, found, request.request_id, request.timeout_s + LEASE_GRACE_S)
+                time_s = StageTime("encoder", self._context.instance_id, time.monotonic() - arrived_at_s)
+                return EncodeReply(ref, time_s, is_cached=True)
+            key: object = request.image.mm_hash if cache.is_on else object()
+            others = self._jobs.get(key)
+            try:
+                return await self._share(key, others or self._new_job(key, request), request, arrived_at_s)
+            except InstanceLost:
+                if others is None or request.pixels is None:  # else it was another one's pixels that were lost
+                    raise
 
-    async def _step(self) -> bool:
-        self._batch = self._take_batch()
-        if not self._batch:
-            return False
-        await self._encode(self._batch)
-        self._batch = []
-        return True
+    def _new_job(self, key: object, request: EncodeRequest) -> EncodeJob:
+        if request.pixels is None:
+            raise InstanceLost("the embeddings of an image are no longer here", code=CACHE_MISS)
+        job = EncodeJob(request.image, asyncio.get_running_loop().create_future(), time.monotonic(), request.slack_s)
+        job.task = asyncio.create_task(self._bring(key, job, request.pixels), name="pixels of an image")
+        self._tasks.add(job.task)
+        job.task.add_done_callback(self._tasks.discard)
+        self._jobs[key] = job
+        return job
 
-    def _take_batch(self) -> list[_Job]:
-        self._queue = deque(job for job in self._queue if not job.result.done())  # without the cancelled
-        sizes = [job.image.num_tokens for job in islice(self._queue, MAX_BATCH_IMAGES)]
-        return [self._queue.popleft() for _ in range(num_to_batch(sizes, self._context.settings.max_encode_tokens))]
+    async def _share(self, key: object, job: EncodeJob, request: EncodeRequest, arrived_at_s: float) -> EncodeReply:
+        """Wait for a job, perhaps with others, and lease what comes of it."""
+        job.num_requests += 1
+        try:
+            embeddings = await asyncio.shield(job.result)
+            encoded_at_s = time.monotonic()
+            lease_s = request.timeout_s + LEASE_GRACE_S
+            ref = await self._context.embeddings.lease(request.image, embeddings, request.request_id, lease_s)
+        finally:
+            job.num_requests -= 1
+            if job.num_requests == 0:
+                self._forget(key, job)
+                job.result.cancel()
+                job.task.cancel()
+        begun_at_s = max(job.begun_at_s, arrived_at_s)
+        transfer_s = min(job.transfer_s, begun_at_s - arrived_at_s)
+        queued_s = begun_at_s - arrived_at_s - transfer_s
+        return EncodeReply(
+            ref, StageTime("encoder", self._context.instance_id, queued_s, transfer_s, encoded_at_s - begun_at_s)
+        )
 
-    async def _encode(self, batch: list[_Job]) -> None:
-        engine, now_s = self._context.engine, time.monotonic()
-        for job in batch:
-            job.begun_at_s = now_s
+    async def _bring(self, key: object, job: EncodeJob, pixels: TensorRef) -> None:
+        """Pull a job's pixels and queue it. It is in hand until the last request that waits for it leaves, which cancels this:
+        while the store is full no more images are pulled and encoded."""
+        try:
+            async with self._in_hand.hold(job.image.num_tokens):
+                async with self._pulls:
+                    pull_began_s = time.monotonic()
+                    job.pixels = await self._context.pull(pixels)
+                    job.transfer_s = time.monotonic() - pull_began_s
+                self._batch.add(job)
+                self._loop.wake()
+                await asyncio.Event().wait()
+        except Exception as error:
+            self._forget(key, job)
+            settle(job.result, error)
+        finally:
+            self._context.drop(pixels)
 
-        def encode(jobs: list[_Job]) -> list[torch.Tensor | Exception]:
-            return each_alone(lambda some: engine.encode([job.image for job in some], [job.pixels for job in some]), jobs)
-
-        outcomes = await self._context.compute(encode, batch)
-        for job, outcome in zip(batch, outcomes, strict=True):
-            settle(job.result, as_typed(outcome, "encoding the image") if isinstance(outcome, Exception) else outcome)
-
-    def _on_error(self, error: Exception) -> None:
-        """A step raised, which is a bug: end all that wait rather than let them hang."""
-        for job in (*self._batch, *self._queue):
-            settle(job.result, as_typed(error, "the encoder"))
-        self._batch = []
-        self._queue.clear()
+    def _forget(self, key: object, job: EncodeJob) -> None:
+        """Nobody joins it from now on."""
+        if self._jobs.get(key) is job:
+            del self._jobs[key]
 
 
 def _check(request: EncodeRequest) -> None:
     image, pixels = request.image, request.pixels
-    if pixels.shape != (image.height, image.width, 3) or pixels.dtype != "uint8":
+    if pixels is not None and (pixels.shape != (image.height, image.width, 3) or pixels.dtype != "uint8"):
         raise InternalError("the pixels are not what the image's size says", code="invalid_message")
     if image.num_tokens < 1:
         raise InternalError("the image has no vision tokens", code="invalid_message")

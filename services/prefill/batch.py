@@ -1,41 +1,34 @@
 """The prefill queue and its steps: prompts are admitted in order when blocks for all of each are free, and computed in
-chunks, several prompts per step. A prompt that breaks the engine fails alone. Event loop only, but for `_compute`.
+chunks, several prompts per step, each up to its first image that has not landed. What is cached is not computed. A prompt
+that breaks the engine fails alone. Event loop only, but for `_compute`.
+
+A prompt with nothing to compute takes no part: it neither gets blocks nor keeps others from theirs. One that stalls half-way
+keeps its blocks until others lack them; then it is parked: what is full of them stays in the prefix cache as long as there
+is room, and it is admitted again when an image has landed.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections import deque
-from dataclasses import dataclass
 
-from triptych.shared.engine.api import Chunk, Sequence
+from triptych.services.host_context import HostContext
+from triptych.services.prefill.job import PrefillJob
+from triptych.shared.engine.api import Chunk
 from triptych.shared.engine.isolate import as_typed, run_isolated
-from triptych.shared.engine.role import HostContext, settle
+from triptych.shared.engine.rate import Rate
+from triptych.shared.engine.role import settle
 from triptych.shared.policies.batching import chunk_sizes
 
 
-@dataclass(slots=True, eq=False)
-class PrefillJob:
-    """One prompt. result: its first output token. While is_in_step the engine thread uses its blocks: a job that leaves
-    then is freed when the step ends. Times are monotonic."""
-
-    sequence: Sequence
-    result: asyncio.Future[int]
-    queued_at_s: float
-    begun_at_s: float = 0.0
-    is_prepared: bool = False
-    is_in_step: bool = False
-    has_left: bool = False
-
-
 class PrefillBatch:
-    """See the module's docstring."""
+    """See the module's docstring. rate: of computing prompts."""
 
     def __init__(self, context: HostContext) -> None:
         self._context = context
-        self._waiting: deque[PrefillJob] = deque()
+        self._attends_to_all = context.engine.attends_to_all
+        self._waiting: list[PrefillJob] = []
         self._running: list[PrefillJob] = []
+        self.rate = Rate()
 
     @property
     def num_running(self) -> int:
@@ -50,23 +43,24 @@ class PrefillBatch:
     def leave(self, job: PrefillJob) -> None:
         """Forget a job and free its blocks, now or when the step it is in ends. Idempotent."""
         job.has_left = True
-        if job in self._waiting:
-            self._waiting.remove(job)
-        if job in self._running:
-            self._running.remove(job)
+        for jobs in (self._waiting, self._running):
+            if job in jobs:
+                jobs.remove(job)
         if not job.is_in_step:
             self._context.kv.free(job.sequence)
 
     async def step(self) -> bool:
         """Admit and compute one step; False when there is nothing to compute."""
         self._admit()
-        jobs = list(self._running)
-        sizes = chunk_sizes([_num_remaining(job) for job in jobs], self._context.settings.max_prefill_tokens)
+        jobs = self._in_order(self._running)
+        num_ready = [job.num_ready(job.sequence.num_computed_tokens, self._attends_to_all) for job in jobs]
+        sizes = chunk_sizes(num_ready, self._context.settings.max_prefill_tokens)
         batch = [(job, size) for job, size in zip(jobs, sizes, strict=True) if size > 0]
         if not batch:
             return False
         for job, _ in batch:
             job.is_in_step = True
+        began_s = time.monotonic()
         try:
             outcomes = await self._context.compute(self._compute, batch)
         finally:
@@ -74,6 +68,9 @@ class PrefillBatch:
                 job.is_in_step = False
                 if job.has_left:
                     self._context.kv.free(job.sequence)
+        num_tokens = sum(size for _, size in batch)
+        self.rate.note(num_tokens, time.monotonic() - began_s)
+        self._context.metrics.prompt_tokens.inc(num_tokens)
         for (job, _), outcome in zip(batch, outcomes, strict=True):
             self._take(job, outcome)
         return True
@@ -83,17 +80,68 @@ class PrefillBatch:
         for job in (*self._running, *self._waiting):
             self._end(job, error)
 
+    def _in_order(self, jobs: list[PrefillJob]) -> list[PrefillJob]:
+        tokens_per_s = self.rate.tokens_per_s
+        for job in jobs:
+            job.work_s = job.num_pending_tokens / tokens_per_s if tokens_per_s else 0.0
+        return self._context.policies.queue_order(jobs, time.monotonic())
+
     def _admit(self) -> None:
-        """First come, first served: a prompt that doesn't fit yet is not overtaken, so it can't starve."""
-        kv = self._context.kv
-        while self._waiting:
-            job = self._waiting[0]
-            blocks = kv.allocate(kv.num_for(len(job.sequence.token_ids)), keep_free=kv.num_claimed)
-            if blocks is None:
+        """In order: a prompt that could be computed and doesn't fit yet is not overtaken, so it can't starve."""
+        if self._context.kv.num_available < self._context.kv.num_claimed:
+            self._park()
+        for job in self._in_order(self._waiting):
+            num_cached_blocks = self._num_cached_blocks(job)
+            num_cached_tokens = num_cached_blocks * self._context.engine.block_size
+            job.inputs.want(num_cached_tokens)
+            if job.num_landed_when_parked == job.inputs.num_landed or not job.num_ready(
+                num_cached_tokens, self._attends_to_all
+            ):
+                continue
+            is_given = self._give_blocks(job, num_cached_blocks)
+            if not is_given and not (self._park() and self._give_blocks(job, num_cached_blocks)):
                 return
-            job.sequence.block_table = blocks
+            self._begin(job, num_cached_tokens)
+
+    def _num_cached_blocks(self, job: PrefillJob) -> int:
+        num_held, pulled = self._context.prefixes.num_held(job.cacheable_keys), job.pulled
+        return pulled.end if pulled is not None and pulled.first <= num_held < pulled.end else num_held
+
+    def _give_blocks(self, job: PrefillJob, num_cached_blocks: int) -> bool:
+        """Blocks for the whole prompt: those that are cached here, new ones for what was pulled and for the rest."""
+        kv, prefixes = self._context.kv, self._context.prefixes
+        num_held = num_cached_blocks
+        if job.pulled is not None and num_cached_blocks == job.pulled.end:
+            num_held = job.pulled.first
+        else:
+            job.pulled = None
+        held = prefixes.take(job.cacheable_keys[:num_held])
+        rest = kv.allocate(kv.num_for(job.sequence.num_prompt_tokens) - num_held, keep_free=kv.num_claimed)
+        if rest is None:
+            prefixes.give_back(held)
+            return False
+        job.sequence.block_table = held + rest
+        return True
+
+    def _begin(self, job: PrefillJob, num_cached_tokens: int) -> None:
+        job.sequence.num_computed_tokens = num_cached_tokens
+        if job.begun_at_s is None:
             job.begun_at_s = time.monotonic()
-            self._running.append(self._waiting.popleft())
+            job.num_cached_tokens = num_cached_tokens
+            self._context.prefixes.note(job.cacheable_keys, num_cached_tokens // self._context.engine.block_size)
+        self._waiting.remove(job)
+        self._running.append(job)
+
+    def _park(self) -> bool:
+        """Take the blocks of stalled prompts; whether there were any."""
+        stalled = [job for job in self._running if not job.num_ready(job.sequence.num_computed_tokens, self._attends_to_all)]
+        for job in stalled:
+            self._context.kv.free(job.sequence)
+            job.sequence.num_computed_tokens = 0
+            job.num_landed_when_parked = job.inputs.num_landed
+            self._running.remove(job)
+            self._waiting.append(job)
+        return bool(stalled)
 
     def _compute(self, batch: list[tuple[PrefillJob, int]]) -> list[int | Exception | None]:
         """On the engine thread."""
@@ -102,9 +150,7 @@ class PrefillBatch:
         sound = []
         for i, (job, _) in enumerate(batch):
             try:
-                if not job.is_prepared:
-                    engine.prepare(job.sequence)
-                    job.is_prepared = True
+                self._prepare(job)
                 sound.append(i)
             except Exception as error:
                 outcomes[i] = error
@@ -113,19 +159,26 @@ class PrefillBatch:
             outcomes[i] = outcome
         return outcomes
 
+    def _prepare(self, job: PrefillJob) -> None:
+        engine = self._context.engine
+        if not job.is_prepared:
+            engine.prepare(job.sequence)
+            job.is_prepared = True
+        if job.pulled is not None:
+            engine.import_blocks(job.pulled.tensor, job.sequence.block_table[job.pulled.first : job.pulled.end])
+            job.pulled = None
+
     def _take(self, job: PrefillJob, outcome: int | Exception | None) -> None:
-        if job.has_left or outcome is None:
+        if job.has_left:
             return
         if isinstance(outcome, Exception):
             self._end(job, outcome)
-        else:
+            return
+        self._context.prefixes.add(job.sequence, job.keys)
+        if outcome is not None:
             self._running.remove(job)  # it keeps its blocks: whoever waits for the result has them next
             settle(job.result, outcome)
 
     def _end(self, job: PrefillJob, error: Exception) -> None:
         self.leave(job)
         settle(job.result, as_typed(error, "computing the prompt"))
-
-
-def _num_remaining(job: PrefillJob) -> int:
-    return len(job.sequence.token_ids) - job.sequence.num_computed_tokens

@@ -6,7 +6,7 @@ import sys
 from array import array
 
 from triptych.shared.errors import BadRequest, InternalError
-from triptych.shared.messages import PrefillRequest
+from triptych.shared.messages import PlacedImage, PrefillRequest, TensorRef
 
 BYTES_PER_TOKEN = 4
 
@@ -43,9 +43,8 @@ def _check_images(request: PrefillRequest) -> None:
         if placed.image.num_tokens < 1:
             raise InternalError("an image has no vision tokens", code="invalid_message")
         end = placed.offset + placed.image.num_tokens
-        shape = None if placed.embeddings is None else placed.embeddings.shape
-        if shape is not None and (len(shape) != 2 or shape[0] != placed.image.num_tokens):
-            raise InternalError("an image's embeddings are not what its number of tokens says", code="invalid_message")
+        if placed.embeddings is not None:
+            check_embeddings(placed, placed.embeddings)
     if end > request.prompt.num_tokens:
         raise InternalError("an image goes beyond the prompt's end", code="invalid_message")
 
@@ -56,3 +55,9 @@ def token_ids_of(data: bytes) -> list[int]:
     if sys.byteorder == "big":
         tokens.byteswap()
     return tokens.tolist()
+
+
+def check_embeddings(placed: PlacedImage, embeddings: TensorRef) -> None:
+    """Raises InternalError when they can't be those of the image."""
+    if len(embeddings.shape) != 2 or embeddings.shape[0] != placed.image.num_tokens:
+        raise InternalError("an image's embeddings are not what its number of tokens says", code="invalid_message")

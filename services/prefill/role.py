@@ -1,27 +1,38 @@
 """The prefill role: takes a prompt with its embeddings, computes its KV in chunks, samples the first token, leases the KV.
 
-This is the intake; the queue and the steps are in batch.py. Used by the instance host.
+This is the intake; the embeddings are in inputs.py, the queue and the steps in batch.py. Used by the instance host.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from typing import TYPE_CHECKING
 
-from triptych.services.prefill.batch import PrefillBatch, PrefillJob
+from triptych.cache.keys import ImagePlace
+from triptych.services.host_context import HostContext
+from triptych.services.prefill.batch import PrefillBatch
 from triptych.services.prefill.checks import check_request, token_ids_of
+from triptych.services.prefill.inputs import PromptInputs
+from triptych.services.prefill.job import PrefillJob
+from triptych.services.prefill.prefix_pull import asked_for, pull_prefix
 from triptych.shared.budget import Budget
-from triptych.shared.engine.api import ImageSpan, Sequence
+from triptych.shared.engine.api import Sequence
 from triptych.shared.engine.loop import StepLoop
-from triptych.shared.engine.role import LEASE_GRACE_S, MAX_PULLS, HostContext, Intake, deadline
-from triptych.shared.errors import InternalError
+from triptych.shared.engine.role import LEASE_GRACE_S, MAX_PULLS, Intake, deadline, settle
+from triptych.shared.errors import InstanceLost, InternalError
 from triptych.shared.instance_info import StageLoad
-from triptych.shared.messages import InstanceRequest, PrefillReply, PrefillRequest, StageTime, TensorRef
+from triptych.shared.messages import (
+    Accepted,
+    EmbeddingsReady,
+    InstanceRequest,
+    Message,
+    PrefillReply,
+    PrefillRequest,
+    RequestId,
+    StageTime,
+)
 from triptych.shared.policies.batching import finish_reason
-
-if TYPE_CHECKING:  # only named, never computed with: emulated instances run without torch
-    import torch
 
 
 class PrefillRole:
@@ -30,12 +41,11 @@ class PrefillRole:
     def __init__(self, context: HostContext) -> None:
         self._context = context
         self._intake = Intake("prefill", context.settings.max_waiting)
-        self._in_hand = Budget(context.settings.tensor_store_bytes)  # bytes of inputs pulled for prompts not yet computed
+        self._in_hand = Budget(context.settings.tensor_store_bytes)  # bytes pulled, or to be, for prompts not yet computed
         self._pulls = asyncio.Semaphore(MAX_PULLS)
         self._batch = PrefillBatch(context)
         self._loop = StepLoop("prefill", self._batch.step, self._batch.fail_all)
-        self._num_requests = 0
-        self._num_pending_tokens = 0
+        self._jobs: dict[RequestId, PrefillJob] = {}
 
     async def start(self) -> None:
         self._context.kv.on_freed(self._loop.wake)
@@ -46,7 +56,7 @@ class PrefillRole:
         self._intake.is_open = False
 
     def is_idle(self) -> bool:
-        return self._num_requests == 0 and self._batch.is_empty() and not self._loop.is_stepping
+        return not self._jobs and self._batch.is_empty() and not self._loop.is_stepping
 
     async def stop(self) -> None:
         self.stop_intake()
@@ -55,89 +65,94 @@ class PrefillRole:
 
     def load(self) -> StageLoad:
         num_running = self._batch.num_running
-        return StageLoad("prefill", max(self._num_requests - num_running, 0), num_running, self._num_pending_tokens)
+        num_pending_tokens = sum(job.num_pending_tokens for job in self._jobs.values())
+        num_waiting = max(len(self._jobs) - num_running, 0)
+        return StageLoad("prefill", num_waiting, num_running, num_pending_tokens, self._batch.rate.tokens_per_s)
 
-    async def handle(self, request: InstanceRequest) -> PrefillReply:
-        """Compute one prompt.
+    async def handle(self, request: InstanceRequest) -> Message:
+        """Compute one prompt, or take embeddings that one waits for.
 
         Raises:
             TriptychError: refused, its inputs are gone or don't fit together, or its time ran out.
         """
+        if isinstance(request, EmbeddingsReady):
+            return self._land(request)
         if not isinstance(request, PrefillRequest):
             raise InternalError(f"prefill has no use for a {type(request).__name__}")
-        self._intake.check(self._num_requests - self._batch.num_running)
+        self._intake.check(len(self._jobs) - self._batch.num_running)
         check_request(request, self._context.max_model_len)
-        self._num_requests += 1
-        self._num_pending_tokens += request.prompt.num_tokens
+        if request.request_id in self._jobs:
+            raise InternalError("a request came twice", code="invalid_message")
+        job = self._jobs[request.request_id] = self._new_job(request)
         try:
             async with deadline(request.timeout_s):
-                return await self._prefill_one(request)
+                return await self._prefill_one(request, job)
         finally:
-            self._num_requests -= 1
-            self._num_pending_tokens -= request.prompt.num_tokens
+            del self._jobs[request.request_id]
+            self._batch.leave(job)
+            await job.inputs.close()
 
-    async def _prefill_one(self, request: PrefillRequest) -> PrefillReply:
-        arrived_at_s = time.monotonic()
-        inputs = _inputs(request)
-        async with self._in_hand.hold(sum(ref.num_bytes for ref in inputs)):
+    def _land(self, ready: EmbeddingsReady) -> Accepted:
+        job = self._jobs.get(ready.request_id)
+        if job is None:
+            raise InstanceLost("the prompt of an image is no longer here", code="request_released")
+        job.inputs.offer(ready.index, ready.embeddings)
+        return Accepted()
+
+    def _new_job(self, request: PrefillRequest) -> PrefillJob:
+        """Nothing of it is here yet."""
+        result: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        inputs = PromptInputs(self._context, request.images, self._pulls, self._loop.wake, lambda error: settle(result, error))
+        sequence = Sequence(request.request_id, [], request.prompt.num_tokens, request.sampling, inputs.spans)
+        return PrefillJob(sequence, inputs, result, time.monotonic(), request.slack_s)
+
+    async def _prefill_one(self, request: PrefillRequest, job: PrefillJob) -> PrefillReply:
+        context = self._context
+        job.sequence.token_ids = await self._token_ids(request)
+        transfer_s = time.monotonic() - job.arrived_at_s
+        places = [ImagePlace(span.image.mm_hash, span.offset, span.image.num_tokens) for span in job.inputs.spans]
+        job.chain = context.prefixes.chain_of(job.sequence.token_ids, places, request.cache_salt)
+        num_held = context.prefixes.num_held(job.cacheable_keys)
+        async with self._in_hand.hold(self._num_bytes(request, job, num_held)):
             pull_began_s = time.monotonic()
-            tensors = await self._pull_all(inputs)
-            transfer_s = time.monotonic() - pull_began_s
-            sequence = _sequence(request, tensors)
-            job = PrefillJob(sequence, asyncio.get_running_loop().create_future(), time.monotonic())
-            try:
-                self._batch.add(job)
-                self._loop.wake()
-                first_token = await job.result
-                now_s = time.monotonic()
-                waited_s = job.begun_at_s - arrived_at_s - transfer_s
-                spent = StageTime("prefill", self._context.instance_id, waited_s, transfer_s, now_s - job.begun_at_s)
-                return await self._reply(request, sequence, first_token, spent)
-            finally:
-                self._batch.leave(job)
-                for ref in inputs:
-                    self._context.drop(ref)
+            job.pulled = await pull_prefix(context, request, job.cacheable_keys, num_held)
+            num_cached_blocks = num_held if job.pulled is None else job.pulled.end
+            job.num_cached_tokens = num_cached_blocks * context.engine.block_size
+            job.inputs.want(job.num_cached_tokens)
+            await job.inputs.here()
+            transfer_s += time.monotonic() - pull_began_s
+            self._batch.add(job)
+            self._loop.wake()
+            first_token = await job.result
+        now_s = time.monotonic()
+        begun_at_s = job.begun_at_s or now_s
+        queued_s = begun_at_s - job.arrived_at_s - transfer_s
+        spent = StageTime("prefill", context.instance_id, queued_s, transfer_s, now_s - begun_at_s)
+        return await self._reply(request, job, first_token, spent)
 
-    async def _pull_all(self, refs: list[TensorRef]) -> list[torch.Tensor]:
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._pull(ref)) for ref in refs]
-        except ExceptionGroup as errors:
-            raise _first(errors) from None
-        return [task.result() for task in tasks]
-
-    async def _pull(self, ref: TensorRef) -> torch.Tensor:
-        """A few at a time. The transport would refuse too many, and then others of the prompt were gone from their owner."""
+    async def _token_ids(self, request: PrefillRequest) -> list[int]:
+        ref = request.prompt.leased
+        if ref is None:
+            return token_ids_of(request.prompt.inline)
         async with self._pulls:
-            return await self._context.pull(ref)
+            tensor = await self._context.pull(ref)
+        token_ids = token_ids_of(tensor.numpy().tobytes())
+        self._context.drop(ref)
+        return token_ids
 
-    async def _reply(self, request: PrefillRequest, sequence: Sequence, first_token: int, spent: StageTime) -> PrefillReply:
+    def _num_bytes(self, request: PrefillRequest, job: PrefillJob, num_held: int) -> int:
+        """What will be pulled, when everything is where it is thought to be."""
+        engine = self._context.engine
+        num_cached_blocks = max(num_held, len(asked_for(request, job.cacheable_keys)))
+        shape, dtype = engine.exported_shape(num_cached_blocks - num_held)
+        return job.inputs.num_bytes(num_cached_blocks * engine.block_size) + dtype.itemsize * math.prod(shape)
+
+    async def _reply(self, request: PrefillRequest, job: PrefillJob, first_token: int, spent: StageTime) -> PrefillReply:
+        sequence, num_cached_tokens = job.sequence, job.num_cached_tokens
         num_tokens = request.prompt.num_tokens + 1
         reason = finish_reason(request.sampling, first_token, 1, num_tokens, self._context.max_model_len)
         if reason is not None:
-            return PrefillReply(first_token, spent, finish_reason=reason, logprobs=sequence.logprobs)
-        kv = await self._context.kv.lease(sequence, request.timeout_s + LEASE_GRACE_S)
-        return PrefillReply(first_token, spent, kv=kv, logprobs=sequence.logprobs)
-
-
-def _inputs(request: PrefillRequest) -> list[TensorRef]:
-    """Embeddings in order of images, then the prompt's tokens when they are leased."""
-    leased = [] if request.prompt.leased is None else [request.prompt.leased]
-    return [*(placed.embeddings for placed in request.images), *leased]
-
-
-def _sequence(request: PrefillRequest, tensors: list[torch.Tensor]) -> Sequence:
-    """tensors: those of `_inputs`."""
-    data = request.prompt.inline if request.prompt.leased is None else tensors[-1].numpy().tobytes()
-    return Sequence(
-        request_id=request.request_id,
-        token_ids=token_ids_of(data),
-        num_prompt_tokens=request.prompt.num_tokens,
-        sampling=request.sampling,
-        images=[ImageSpan(p.offset, p.image, tensor) for p, tensor in zip(request.images, tensors, strict=False)],
-    )
-
-
-def _first(errors: ExceptionGroup[Exception]) -> Exception:
-    error = errors.exceptions[0]
-    return _first(error) if isinstance(error, ExceptionGroup) else error
+            return PrefillReply(first_token, spent, reason, None, sequence.logprobs, num_cached_tokens)
+        keys, tail = (b"", b"") if job.chain is None else (job.chain.packed(), job.chain.tail)
+        kv = await self._context.kv.lease(sequence, request.timeout_s + LEASE_GRACE_S, keys, tail)
+        return PrefillReply(first_token, spent, None, kv, sequence.logprobs, num_cached_tokens)

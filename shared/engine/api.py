@@ -24,11 +24,16 @@ if TYPE_CHECKING:  # only named, never computed with: emulated instances run wit
 
 @dataclass(slots=True)
 class ImageSpan:
-    """An image inside a sequence: placeholders [offset, offset + num_tokens). embeddings: [num_tokens, D]."""
+    """An image inside a sequence: placeholders [offset, offset + num_tokens). embeddings: [num_tokens, D], None while they are
+    not needed, since its KV is there already, or not there yet."""
 
     offset: int
     image: ImageInfo
-    embeddings: torch.Tensor
+    embeddings: torch.Tensor | None
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.image.num_tokens
 
 
 @dataclass(slots=True)
@@ -73,11 +78,14 @@ class Chunk:
 
 
 class Engine(Protocol):
-    """See the module's docstring. block_pool is pure bookkeeping and may be used on the event loop."""
+    """See the module's docstring. block_pool is pure bookkeeping and may be used on the event loop. embedding_bytes: of one
+    vision token. attends_to_all: text before an image attends to it, too (cross-attention)."""
 
     model_card: ModelCard
     block_pool: BlockPool
     block_size: int
+    embedding_bytes: int
+    attends_to_all: bool
     kv_layout: str  # equal on two instances iff blocks can move between them: model, revision, dtype, layers, heads, block size
 
     def encode(self, images: Seq[ImageInfo], pixels: Seq[torch.Tensor]) -> list[torch.Tensor]:
@@ -89,7 +97,7 @@ class Engine(Protocol):
         ...
 
     def prepare(self, sequence: Sequence) -> None:
-        """Fill in positions and position_delta of a new sequence.
+        """Fill in positions and position_delta of a new sequence, whose images need no embeddings for that.
 
         Raises:
             InternalError: placeholders in token_ids don't match `images`.

@@ -47,7 +47,8 @@ class EmulatedEngine:
         self._words = word_ids()
         self._slots_per_image_token = num_slots(cost, 1 << 20) / (1 << 20)
         self.block_size = settings.block_size
-        self._embedding_bytes = round(cost.memory.embedding_bytes_per_token / self._slots_per_image_token)
+        self.attends_to_all = cost.architecture == "CroAttn"
+        self.embedding_bytes = round(cost.memory.embedding_bytes_per_token / self._slots_per_image_token)
         self._kv_token_bytes = cost.kv_bytes(1)
         num_blocks = settings.kv_cache_bytes // (self._kv_token_bytes * self.block_size)
         if num_blocks < 1:
@@ -60,11 +61,11 @@ class EmulatedEngine:
     def encode(self, images: Seq[ImageInfo], pixels: Seq[torch.Tensor]) -> list[torch.Tensor]:
         shapes = [_shape_of(image) for image in images]
         self._spend(self._cost.encode_s(shapes))
-        return [stand_in((image.num_tokens, self._embedding_bytes)) for image in images]
+        return [stand_in((image.num_tokens, self.embedding_bytes)) for image in images]
 
     def prepare(self, sequence: Sequence) -> None:
         """position_delta of a cross-attention model: its pictures are no positions (decode knows their number by that)."""
-        if self._cost.architecture == "CroAttn":
+        if self.attends_to_all:
             sequence.position_delta = -sum(span.image.num_tokens for span in sequence.images)
 
     def run(self, chunks: Seq[Chunk]) -> list[int | None]:
@@ -96,7 +97,7 @@ class EmulatedEngine:
 
     def _prefill_chunk(self, chunk: Chunk) -> PrefillChunk:
         sequence, first = chunk.sequence, chunk.sequence.num_computed_tokens
-        if self._cost.architecture == "DecOnly":
+        if not self.attends_to_all:
             return PrefillChunk(chunk.num_tokens, first)
         before = self._num_placed(sequence, first)
         here = self._num_placed(sequence, first + chunk.num_tokens) - before

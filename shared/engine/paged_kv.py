@@ -48,6 +48,14 @@ class BlockPool:
         """Blocks held by the prefix cache alone."""
         return self._num_held["cache"]
 
+    def is_only_cached(self, block_id: int) -> bool:
+        """The prefix cache alone holds this block."""
+        return self._holder_of(block_id) == "cache"
+
+    def num_holds(self, block_id: int) -> int:
+        """How many sequences and leases hold this block."""
+        return self._ref_cnt["use"][block_id] + self._ref_cnt["lease"][block_id]
+
     def allocate(self, num_blocks: int) -> list[int]:
         """Take that many free blocks, each held once by "use".
 

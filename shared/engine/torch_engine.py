@@ -12,7 +12,7 @@ from collections.abc import Sequence as Seq
 import torch
 
 from triptych.shared.checkpoint import Checkpoint
-from triptych.shared.engine.api import Chunk, Sequence
+from triptych.shared.engine.api import Chunk, ImageSpan, Sequence
 from triptych.shared.engine.batch_plan import plan_batch
 from triptych.shared.engine.kv_cache import KvCache
 from triptych.shared.engine.kv_mirror import Mirrors
@@ -56,6 +56,8 @@ class TorchEngine:
         self._dtype = _DTYPES[settings.dtype]
         self._device = torch.device(settings.device)
         self.block_size = settings.block_size
+        self.embedding_bytes = model.hidden_size * self._dtype.itemsize
+        self.attends_to_all = False
         layout = (2, model.num_kv_heads, self.block_size, model.head_size)
         block_bytes = self._dtype.itemsize * model.num_layers * math.prod(layout)
         num_blocks = settings.kv_cache_bytes // block_bytes
@@ -85,13 +87,15 @@ class TorchEngine:
         for image, embedded in zip(images, embeddings, strict=True):
             if tuple(embedded.shape) != (image.num_tokens, self._model.hidden_size):
                 raise InternalError(f"the vision tower made {tuple(embedded.shape)} of an image of {image.num_tokens} tokens")
+        if len(embeddings) > 1:  # each its own memory: those of a batch are views of one tensor, which one of them would keep
+            embeddings = [embedded.clone() for embedded in embeddings]
         return embeddings
 
     def prepare(self, sequence: Sequence) -> None:
         check_prompt(sequence, self._checkpoint.image_token_id, self._model.vocab_size)
         for span in sequence.images:
-            if tuple(span.embeddings.shape) != (span.image.num_tokens, self._model.hidden_size):
-                raise InternalError("an image's embeddings don't fit its span", code="invalid_image_spans")
+            if span.embeddings is not None:
+                self._embeddings_of(span)
         prompt = sequence.token_ids[: sequence.num_prompt_tokens]
         images = [span.image for span in sequence.images]
         sequence.positions, sequence.position_delta = self._model.rotary_positions(prompt, images)
@@ -135,10 +139,15 @@ class TorchEngine:
             for span in sequence.images:
                 first, last = max(start, span.offset), min(end, span.offset + span.image.num_tokens)
                 if first < last:
-                    part = span.embeddings[first - span.offset : last - span.offset]
+                    part = self._embeddings_of(span)[first - span.offset : last - span.offset]
                     placed.append((len(token_ids) + first - start, part))
             token_ids.extend(sequence.token_ids[start:end])
         embeds_TD = self._model.embed(torch.tensor(token_ids, device=self._device))
         for row, part in placed:
             embeds_TD[row : row + len(part)] = part.to(embeds_TD)
         return embeds_TD
+
+    def _embeddings_of(self, span: ImageSpan) -> torch.Tensor:
+        if span.embeddings is None or tuple(span.embeddings.shape) != (span.image.num_tokens, self._model.hidden_size):
+            raise InternalError("an image's embeddings are not there, or don't fit its span", code="invalid_image_spans")
+        return span.embeddings

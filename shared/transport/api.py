@@ -72,6 +72,12 @@ class Transport(Protocol):
         lease ends for whatever reason. Takes room in the store only while it is pulled."""
         ...
 
+    async def put_kept(
+        self, tensor: torch.Tensor, request_id: RequestId, lease_s: float, on_release: Callable[[], None]
+    ) -> TensorRef:
+        """Lease a tensor that the caller keeps and doesn't write to until on_release: as put_lazy, but `get` gives it, too."""
+        ...
+
     async def pull(
         self,
         ref: TensorRef,
@@ -92,7 +98,8 @@ class Transport(Protocol):
         ...
 
     def get(self, ref: TensorRef) -> torch.Tensor:
-        """One of our own tensors (put, not put_lazy), without copying: valid until its lease ends, not to be written.
+        """One of our own tensors (put or put_kept, not put_lazy) without copying, valid until its lease ends, not to be
+        written.
 
         Raises:
             InstanceLost: code tensor_gone: it is no longer held.

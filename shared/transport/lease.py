@@ -26,8 +26,8 @@ class PullKey(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """offset is None while a lazy tensor takes no room. pulls maps each transfer to the time at which it is given up.
-    Once `ended` nobody can pull it any more; it is freed after its last pull."""
+    """offset is None while a lazy tensor takes no room. kept: where it is copied from when it is pulled. pulls maps each
+    transfer to the time at which it is given up. Once `ended` nobody can pull it any more; it is freed after its last pull."""
 
     tensor_id: TensorId
     request_id: RequestId
@@ -38,6 +38,7 @@ class Lease:
     offset: int | None = None
     materialize: Callable[[torch.Tensor], None] | None = None
     on_release: Callable[[], None] | None = None
+    kept: torch.Tensor | None = None
     filling: asyncio.Task[None] | None = None
     pulls: dict[PullKey, float] = field(default_factory=dict)
     ended: bool = False

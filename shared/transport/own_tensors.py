@@ -43,6 +43,11 @@ class OwnTensors:
     ) -> TensorRef:
         return await self._store.put_lazy(shape, dtype, request_id, lease_s, materialize, on_release)
 
+    async def put_kept(
+        self, tensor: torch.Tensor, request_id: RequestId, lease_s: float, on_release: Callable[[], None]
+    ) -> TensorRef:
+        return await self._store.put_kept(tensor, request_id, lease_s, on_release)
+
     def get(self, ref: TensorRef) -> torch.Tensor:
         return self._store.get(ref.tensor_id)
 

@@ -81,9 +81,20 @@ class TensorStore:
         lease.materialize, lease.on_release = materialize, on_release
         return self._add(lease, lease_s)
 
+    async def put_kept(
+        self, tensor: torch.Tensor, request_id: RequestId, lease_s: float, on_release: Callable[[], None]
+    ) -> TensorRef:
+        """Lease a tensor that stays where it is; see `Transport.put_kept`."""
+        lease = self._new_lease(tuple(tensor.shape), tensor.dtype, request_id)
+        lease.kept, lease.on_release = tensor, on_release
+        lease.materialize = lambda destination: self._memory.copy(destination, tensor)
+        return self._add(lease, lease_s)
+
     def get(self, tensor_id: TensorId) -> torch.Tensor:
         """A stored tensor itself, for use on this instance; see `Transport.get`."""
         lease = self._leases.get(tensor_id)
+        if lease is not None and lease.kept is not None:
+            return lease.kept
         if lease is None or lease.materialize is not None:
             raise tensor_gone()
         return self.tensor(lease)

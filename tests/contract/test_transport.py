@@ -276,6 +276,21 @@ async def test_on_release_comes_once_whatever_the_end(peers: Peers, end: str) ->
     assert peers.owner.usage()[2] == 0
 
 
+async def test_a_kept_tensor_is_there_without_a_copy_and_copied_when_pulled(peers: Peers) -> None:
+    lazy, tensor = Lazy(), torch.arange(8192, dtype=torch.int32)
+    ref = await peers.owner.put_kept(tensor, REQUEST, 30.0, lazy.on_release)
+    assert peers.owner.get(ref) is tensor
+    await peers.settled(0, 1)
+    assert torch.equal(await peers.pull(ref, release=False), tensor)
+    await peers.settled(0, 1)
+    assert lazy.num_released == 0
+    await peers.pull(ref)
+    await peers.settled()
+    assert lazy.num_released == 1
+    with pytest.raises(InstanceLost):
+        peers.owner.get(ref)
+
+
 async def test_a_failing_materialize_fails_the_pull_only(peers: Peers) -> None:
     lazy = Lazy()
 

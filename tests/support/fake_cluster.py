@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
+from blake3 import blake3
 
 from support.fake_engine import FakeEngine, expected_tokens
 from triptych.services.engine_host import open_host
+from triptych.services.host_context import HostContext
 from triptych.services.instance import InstanceService
+from triptych.services.instance_parts import integrity_error
 from triptych.shared.bus import Bus
-from triptych.shared.engine.role import HostContext
 from triptych.shared.errors import InstanceLost, TriptychError
 from triptych.shared.image_info import ImageInfo
 from triptych.shared.instance_info import Resources
@@ -158,20 +160,19 @@ class FakeCluster:
             if is_clean:
                 for name, host in self.hosts.items():
                     await self.until_at_rest(name)
-                    assert host._integrity_failures._value.get() == 0
+                    assert host._context.metrics.integrity_failures._value.get() == 0
         finally:
             for host in self.hosts.values():
                 await host.stop()
 
     async def until_at_rest(self, name: str) -> None:
-        """All blocks free, no lease, nothing running; counts agree."""
+        """All blocks free or only cached, no lease, nothing running; counts agree."""
         host = self.hosts[InstanceId(name)]
         try:
             await until(host.is_idle, f"{name} is idle")
         except AssertionError as error:
             raise AssertionError(f"{error}: {host.report()}") from None
-        host.pool.check_integrity()
-        assert host.pool.num_free == host.pool.num_blocks, host.report()
+        assert integrity_error(host._context) is None, host.report()
         host.transport.check_integrity()
         assert host.transport.usage()[0] == 0
         loads = [(load.num_waiting, load.num_running, load.num_pending_tokens) for load in host.report().loads]
@@ -186,7 +187,15 @@ class FakeCluster:
     async def encode(
         self, name: str, request_id: str, pixels: TensorRef, num_tokens: int = 3, timeout_s: float = WAIT_S
     ) -> EncodeReply:
-        request = EncodeRequest(RequestId(request_id), ROUTER, image_info(num_tokens, pixels.shape[0]), pixels, timeout_s)
+        """Each one is a picture that was never seen before."""
+        return await self.encode_image(
+            name, request_id, image_info(num_tokens, pixels.shape[0], pixels.tensor_id), pixels, timeout_s
+        )
+
+    async def encode_image(
+        self, name: str, request_id: str, image: ImageInfo, pixels: TensorRef | None = None, timeout_s: float = WAIT_S
+    ) -> EncodeReply:
+        request = EncodeRequest(RequestId(request_id), ROUTER, image, pixels, timeout_s)
         return cast(EncodeReply, await self.bus.request(InstanceId(name), request, WAIT_S))
 
     async def prefill(self, name: str, request: PrefillRequest) -> PrefillReply:
@@ -237,8 +246,9 @@ class FakeCluster:
         return [reply.first_token, *stream.token_ids]
 
 
-def image_info(num_tokens: int, size: int = 4) -> ImageInfo:
-    return ImageInfo(b"hash", size, size, (1, 2, 2 * num_tokens), num_tokens)
+def image_info(num_tokens: int, size: int = 4, picture: str = "") -> ImageInfo:
+    """picture: what it shows; the same one has the same mm_hash."""
+    return ImageInfo(blake3(picture.encode()).digest(), size, size, (1, 2, 2 * num_tokens), num_tokens)
 
 
 def prompt_of(token_ids: Sequence[int]) -> PromptTokens:
@@ -260,8 +270,10 @@ def text_request(
 def image_request(
     request_id: str, token_ids: Sequence[int], embeddings: dict[int, TensorRef], max_tokens: int = 8
 ) -> PrefillRequest:
-    """embeddings by offset."""
-    images = tuple(PlacedImage(image_info(ref.shape[0]), offset, ref) for offset, ref in embeddings.items())
+    """embeddings by offset, each of a picture that was never seen before."""
+    images = tuple(
+        PlacedImage(image_info(ref.shape[0], picture=ref.tensor_id), offset, ref) for offset, ref in embeddings.items()
+    )
     return PrefillRequest(RequestId(request_id), ROUTER, prompt_of(token_ids), images, SamplingParams(max_tokens), WAIT_S)
 
 

@@ -49,6 +49,8 @@ class FakeEngine:
         self.model_card = ModelCard("fake", "r1", max_model_len)
         self.block_pool = BlockPool(num_blocks)
         self.block_size = BLOCK_SIZE
+        self.embedding_bytes = EMBEDDING_SIZE * 4  # float32
+        self.attends_to_all = False
         self.kv_layout = layout
         self.poison: set[int] = set()
         self.gate = threading.Event()
@@ -125,6 +127,7 @@ class FakeEngine:
 def _slot(sequence: Sequence, i: int) -> int:
     for span in sequence.images:
         if span.offset <= i < span.offset + span.image.num_tokens:
+            assert span.embeddings is not None, "an image is computed before it is there"
             return int(span.embeddings[i - span.offset, 0])
     return sequence.token_ids[i]
 

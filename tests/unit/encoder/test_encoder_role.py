@@ -41,7 +41,7 @@ async def test_images_that_wait_share_a_batch_up_to_the_bound() -> None:
         pixels = await cluster.put_pixels("e", i, f"r{i}")
         tasks.append(asyncio.create_task(cluster.encode("e", f"r{i}", pixels, num_tokens=4)))
         await until(host.engine.is_inside.is_set, "the first runs")
-    await until(lambda: len(host.role._queue) >= 2, "others wait")
+    await until(lambda: len(host.role._batch._queue) >= 2, "others wait")
     host.engine.gate.set()
     await asyncio.gather(*tasks)
     assert host.engine.encodes[0] == 1
@@ -61,7 +61,7 @@ async def test_pulled_pixels_are_bounded() -> None:
         tasks.append(asyncio.create_task(cluster.encode("e", f"r{i}", pixels, num_tokens=5)))
     await until(lambda: host.role.load().num_waiting + host.role.load().num_running == 12, "all are here")
     await until(host.engine.is_inside.is_set, "the first run")
-    await until(lambda: len(host.role._queue) + len(host.role._batch) == 4, "four are pulled")
+    await until(lambda: len(host.role._batch._queue) + len(host.role._batch._batch) == 4, "four are pulled")
     assert host.role.load().num_pending_tokens == 60
     host.engine.gate.set()
     await asyncio.gather(*tasks)
@@ -92,7 +92,7 @@ async def test_a_poison_image_fails_alone() -> None:
         pixels = await cluster.put_pixels("e", i, f"r{i}")
         tasks.append(asyncio.create_task(cluster.encode("e", f"r{i}", pixels)))
         await until(host.engine.is_inside.is_set, "the first runs")
-    await until(lambda: len(host.role._queue) == 5, "others wait")
+    await until(lambda: len(host.role._batch._queue) == 5, "others wait")
     host.engine.gate.set()
     results = await asyncio.gather(*tasks, return_exceptions=True)
     assert [getattr(result, "code", None) for result in results] == [None, None, None, "internal", None, None]
@@ -110,7 +110,7 @@ async def test_release_at_each_point() -> None:
     for i in range(3):
         pixels = await cluster.put_pixels("e", i, f"r{i}")
         tasks.append(asyncio.create_task(error_of(cluster.encode("e", f"r{i}", pixels, num_tokens=2))))
-    await until(lambda: len(host.role._queue) == 1 and len(host.role._batch) == 1, "each is where it should be")
+    await until(lambda: len(host.role._batch._queue) == 1 and len(host.role._batch._batch) == 1, "each is where it should be")
     for i in range(3):
         await cluster.release(f"r{i}")
     assert [error.code for error in await asyncio.gather(*tasks)] == ["request_released"] * 3
@@ -164,7 +164,7 @@ async def test_waiting_images_are_bounded() -> None:
 
 async def test_a_full_store_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("triptych.shared.transport.store.PUT_WAIT_S", 0.02)
-    cluster, _ = await start(tensor_store_bytes=1 << 16)
+    cluster, _ = await start(tensor_store_bytes=1 << 16, embedding_cache_bytes=0)
     pixels = await cluster.put_pixels("e", 1, "r")
     error = await error_of(cluster.encode("e", "r", pixels, num_tokens=100_000))
     assert error.kind == "overloaded"
@@ -174,7 +174,7 @@ async def test_a_full_store_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_while_the_store_is_full_no_more_images_are_pulled() -> None:
     """Room for the embeddings of one; two more are encoded and wait for room, the fourth stays with its owner."""
-    cluster, host = await start(tensor_store_bytes=1 << 16, max_encode_tokens=5000)
+    cluster, host = await start(tensor_store_bytes=1 << 16, max_encode_tokens=5000, embedding_cache_bytes=0)
     owner = await cluster.start("pre", [])
     tasks = []
     is_seen = asyncio.Event()

@@ -10,11 +10,11 @@ from typing import Any, cast
 import pytest
 
 from support.fake_cluster import ROUTER, FakeCluster, FakeHost, prompt_of, text_request
+from triptych.services.host_context import HostContext
 from triptych.services.instance import InstanceService
 from triptych.shared.bus import Bus
 from triptych.shared.cost_model.api import DecodeBatch, PrefillChunk
 from triptych.shared.emulation import cost_model_of, open_model
-from triptych.shared.engine.role import HostContext
 from triptych.shared.errors import BadRequest
 from triptych.shared.image_info import ImageInfo
 from triptych.shared.messages import InstanceId, PlacedImage, PrefillRequest, RequestId, Role
@@ -56,7 +56,7 @@ class EmulatedCluster(FakeCluster):
 async def test_pictures_and_text_through_three_instances() -> None:
     cluster = EmulatedCluster()
     encoder, _, _ = [await cluster.start(role[0], [role]) for role in cast(list[Role], ["encoder", "prefill", "decode"])]
-    image = ImageInfo(b"picture", 56, 56, (1, 4, 4), 4)
+    image = ImageInfo(b"p" * 32, 56, 56, (1, 4, 4), 4)
     outputs = []
     for request_id in ("one", "two"):
         pixels = await encoder.transport.put(stand_in((56, 56, 3)), RequestId(request_id), 60.0)

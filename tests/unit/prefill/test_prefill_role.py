@@ -41,7 +41,7 @@ async def test_the_first_token_and_the_lease() -> None:
 
 
 async def test_prompts_are_cut_in_chunks_that_several_share() -> None:
-    cluster, host = await start(max_prefill_tokens=8)
+    cluster, host = await start(max_prefill_tokens=8, policy="static")
     prompts = {"a": list(range(13)), "b": [1, 2], "c": list(range(20))}
     host.engine.gate.clear()
     tasks = [asyncio.create_task(cluster.prefill("p", text_request(id, p))) for id, p in prompts.items()]
@@ -266,6 +266,6 @@ async def test_blocks_that_nobody_owns_are_noticed_when_idle(monkeypatch: pytest
     cluster, host = await start()
     lost = host.pool.allocate(2)
     await cluster.prefill("p", text_request("r", [1], 1))
-    await until(lambda: host._integrity_failures._value.get() == 1, "the check told of it")
+    await until(lambda: host._context.metrics.integrity_failures._value.get() == 1, "the check told of it")
     host.pool.free(lost)
     await cluster.stop(is_clean=False)

@@ -1,0 +1,19 @@
+"""What an instance really computed, as Prometheus counters: what its caches save is missing here."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter
+
+
+class InstanceMetrics:
+    """One per instance."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.images = Counter("triptych_images_encoded", "images that went through the vision tower", registry=registry)
+        self.prompt_tokens = Counter(
+            "triptych_prompt_tokens_computed", "tokens of prompts, without the cached ones", registry=registry
+        )
+        self.kv_pulls = Counter("triptych_kv_pulls", "cached beginnings of prompts pulled from peers", registry=registry)
+        self.integrity_failures = Counter(
+            "triptych_kv_integrity_failures", "idle checks that found KV blocks unaccounted for", registry=registry
+        )

@@ -1,0 +1,107 @@
+"""The embeddings of one prompt's images: each is pulled when it is encoded and its KV is not there already. Event loop only.
+
+given in the request   is_awaited              neither
+pulled when wanted     comes by `offer`, then  its KV should be cached here: when it is wanted after all
+                       as one that was given   our own embeddings will do, else it is a cache miss
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from triptych.services.host_context import HostContext
+from triptych.services.prefill.checks import check_embeddings
+from triptych.shared.engine.api import ImageSpan
+from triptych.shared.errors import CACHE_MISS, InstanceLost, InternalError
+from triptych.shared.messages import PlacedImage, TensorRef
+
+
+class PromptInputs:
+    """Owns the pulls.
+
+    spans: the images in the prompt; `embeddings` is set as they land. num_landed: how many did.
+
+    Args:
+        pulls: bounds all pulls of the role. The transport would refuse too many, and then others were gone from their owner.
+        on_landed: an image came after all that there was to wait for.
+        on_failed: one never will.
+    """
+
+    def __init__(
+        self,
+        context: HostContext,
+        images: tuple[PlacedImage, ...],
+        pulls: asyncio.Semaphore,
+        on_landed: Callable[[], None],
+        on_failed: Callable[[Exception], None],
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self._context = context
+        self._images = images
+        self._pulls = pulls
+        self._on_landed = on_landed
+        self._on_failed = on_failed
+        self._refs: list[asyncio.Future[TensorRef]] = [loop.create_future() for _ in images]
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self.spans = [ImageSpan(placed.offset, placed.image, None) for placed in images]
+        self.num_landed = 0
+        for index, placed in enumerate(images):
+            if placed.embeddings is not None:
+                self._refs[index].set_result(placed.embeddings)
+
+    def offer(self, index: int, embeddings: TensorRef) -> None:
+        """An awaited image is encoded. Idempotent.
+
+        Raises:
+            InternalError: there is no such image, or its embeddings don't fit it.
+        """
+        if not 0 <= index < len(self.spans):
+            raise InternalError("the prompt has no such image", code="invalid_message")
+        check_embeddings(self._images[index], embeddings)
+        if not self._refs[index].done():
+            self._refs[index].set_result(embeddings)
+
+    def want(self, num_cached_tokens: int) -> None:
+        """Begin to bring the embeddings of all images but those whose KV is among the first num_cached_tokens."""
+        for index, span in enumerate(self.spans):
+            if span.end > num_cached_tokens and index not in self._tasks:
+                task = self._tasks[index] = asyncio.create_task(self._bring(index), name="embeddings of an image")
+                task.add_done_callback(self._ended)
+
+    async def here(self) -> None:
+        """Returns when all that are wanted and encoded are here. Raises what `_bring` does."""
+        await asyncio.gather(*(task for index, task in self._tasks.items() if self._refs[index].done()))
+
+    def num_bytes(self, num_cached_tokens: int) -> int:
+        """What the images take that are not among the first num_cached_tokens."""
+        num_tokens = sum(span.image.num_tokens for span in self.spans if span.end > num_cached_tokens)
+        return num_tokens * self._context.engine.embedding_bytes
+
+    async def close(self) -> None:
+        """End the pulls, release what was our own."""
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        for future in self._refs:
+            if not future.cancel() and not future.cancelled():  # one that was awaited in vain is cancelled with its task
+                self._context.drop(future.result())
+
+    async def _bring(self, index: int) -> None:
+        """Raises InstanceLost: the embeddings are gone, or nobody sends any."""
+        placed, span = self._images[index], self.spans[index]
+        if placed.embeddings is None and not placed.is_awaited and not self._refs[index].done():
+            span.embeddings = self._context.embeddings.find(placed.image)
+            if span.embeddings is None:
+                self._context.prefixes.num_stale += 1
+                raise InstanceLost("the KV of an image is no longer cached", code=CACHE_MISS)
+        else:
+            ref = await self._refs[index]  # no timeout: the request's own bounds it
+            async with self._pulls:
+                span.embeddings = await self._context.pull(ref)
+        self.num_landed += 1
+        self._on_landed()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._on_failed(error if isinstance(error, Exception) else InternalError())
