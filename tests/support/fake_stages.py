@@ -148,7 +148,7 @@ class MemoryBus:
 
 class FakeStage:
     """One instance with any of the four stages. `hooks` replace what it does with a message; `held` is what it holds per
-    request until it is released; `seen` is what it was asked."""
+    request until it is released; `seen` is what it was asked, `told` which pictures landed."""
 
     def __init__(self, world: World, name: str, stages: Sequence[str], num_blocks: int) -> None:
         self.world = world
@@ -162,7 +162,7 @@ class FakeStage:
         self.released: list[RequestId] = []
         self.seen: list[Any] = []
         self.media: dict[str, bytes] = {}
-        self.landed: dict[tuple[RequestId, int], TensorRef] = {}
+        self.told: list[EmbeddingsReady] = []
         self.embeddings: set[bytes] = set()
         self.kv: set[bytes] = set()
         self.tasks: set[asyncio.Task[None]] = set()
@@ -198,6 +198,9 @@ class FakeStage:
             self.held.pop(request.request_id, None)
             self.released.append(request.request_id)
             return None
+        if isinstance(request, EmbeddingsReady):
+            self.told.append(request)
+            return Accepted()
         self.seen.append(request)
         self.held[request.request_id] += 1
         hook = self.hooks.get(type(request), self.default)
@@ -223,14 +226,15 @@ class FakeStage:
                 first = self.world.answer_ids[0]
                 [logprobs] = logprobs_of(request.sampling, first) or (None,)
                 return msgspec.structs.replace(self.prefilled(first), logprobs=logprobs, num_cached_tokens=num_cached)
-            case EmbeddingsReady():
-                self.landed[request.request_id, request.index] = request.embeddings
-                return Accepted()
             case DecodeRequest():
                 self.spawn(self.stream(request, self.world.answer_ids[1:]))
                 return Accepted()
             case _:
                 raise AssertionError(f"unexpected {request}")
+
+    def landed(self) -> set[tuple[RequestId, int]]:
+        """The pictures, by request and index, that prefill was told of."""
+        return {(ready.request_id, ready.index) for ready in self.told}
 
     def preprocess(self, request: PreprocessRequest) -> PreprocessReply:
         content = self.media.get(request.media_id or "") or str(request.url).encode()
@@ -269,7 +273,7 @@ class FakeStage:
         num_cached = block_size * len(list(takewhile(held.__contains__, usable)))
         for index, placed in enumerate(request.images):
             if placed.is_awaited:
-                await until(lambda i=index: (request.request_id, i) in self.landed, "embeddings land")
+                await until(lambda i=index: (request.request_id, i) in self.landed(), "embeddings land")
             elif placed.embeddings is None and placed.offset + placed.image.num_tokens > num_cached:
                 raise InstanceLost("not cached", code=CACHE_MISS)
         if self.world.is_caching:
