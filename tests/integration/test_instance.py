@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable
@@ -37,6 +38,7 @@ from triptych.shared.messages import (
     PlacedImage,
     PrefillReply,
     PrefillRequest,
+    PrefixSource,
     PromptTokens,
     ReleaseRequest,
     RequestId,
@@ -118,19 +120,24 @@ class Router:
         assert isinstance(reply, kind), reply
         return reply
 
-    async def generate(self, stages: tuple[str, str, str], case: Case) -> list[int]:
-        """encoder, prefill, decode; the output's tokens."""
+    async def generate(self, stages: tuple[str, str, str], case: Case, prefix: PrefixSource | None = None) -> list[int]:
+        """encoder, prefill, decode; the output's tokens. prefix: images whose KV is there are not encoded."""
         encoder, prefill, decode = stages
         request_id = RequestId(f"r{next(self._count)}")
         placed = []
+        num_covered = 0 if prefix is None else prefix.num_blocks * self.peer.context.settings.block_size
         for offset, (image, pixels) in case.images.items():
+            if offset + image.num_tokens <= num_covered:
+                placed.append(PlacedImage(image, offset))
+                continue
             ref = await self.transport.put(pixels, request_id, TIMEOUT_S)
             encode = EncodeRequest(request_id, ROUTER, image, ref, TIMEOUT_S)
             placed.append(PlacedImage(image, offset, (await self.ask(encoder, encode, EncodeReply)).embeddings))
         prompt = await self._prompt(case.token_ids, request_id)
-        request = PrefillRequest(request_id, ROUTER, prompt, tuple(placed), case.sampling, TIMEOUT_S)
+        request = PrefillRequest(request_id, ROUTER, prompt, tuple(placed), case.sampling, TIMEOUT_S, prefix=prefix)
         reply = await self.ask(prefill, request, PrefillReply)
         assert reply.kv is not None
+        assert reply.num_cached_tokens >= num_covered
         num_prompt_tokens = len(case.token_ids)
         await self.ask(
             decode,
@@ -171,6 +178,12 @@ class Case:
                 self.token_ids += [checkpoint.image_token_id] * image.num_tokens
             num_text = int(torch.randint(3, 40, (1,), generator=rng))
             self.token_ids += torch.randint(0, 1000, (num_text,), generator=rng).tolist()
+
+    def next_turn(self, answer: list[int]) -> Case:
+        """The same conversation, answered, with another question."""
+        turn = copy.copy(self)
+        turn.token_ids = [*self.token_ids, *answer, 7, 8, 9, len(answer)]
+        return turn
 
     def run(self, engine: TorchEngine) -> list[int]:
         """Alone and whole, on one engine."""
@@ -247,6 +260,22 @@ async def test_three_stages_equal_a_direct_run(router: Router, tiny_checkpoint: 
     pairs = [(way, i) for way in ways for i in range(len(cases))]
     outputs = await asyncio.gather(*(router.generate(way, cases[i]) for way, i in pairs))
     assert outputs == [expected[i] for _, i in pairs]
+
+
+async def test_the_next_turn_goes_on_from_what_others_hold(router: Router) -> None:
+    """From the decode instance's blocks, then from its own; no picture is encoded again."""
+    engine = load_engine(router.checkpoint, Settings(kv_cache_bytes=1 << 20))
+    metrics = router.instances["all"]._context.metrics
+    for seed in range(1, 6):
+        case = Case(seed, router.checkpoint)
+        answer = await router.generate(("ep", "ep", "d"), case)
+        assert answer == case.run(engine)
+        turn = case.next_turn(answer)
+        held = PrefixSource(InstanceId("d"), (len(case.token_ids) + len(answer) - 1) // 16)
+        for _ in range(2):
+            assert await router.generate(("all", "all", "all"), turn, held) == turn.run(engine)
+    assert metrics.kv_pulls._value.get() == 5
+    assert metrics.images._value.get() == 0
 
 
 @pytest.mark.parametrize("router", [{"max_engine_failures": 3}], indirect=True, ids=["3 failures"])
