@@ -196,7 +196,7 @@ class BlocksRequest(Message, frozen=True):
 
 
 class BlocksReply(Message, frozen=True):
-    """kv: as KvRef's tensor, of num_blocks blocks after num_held; None when there is none. layout must equal the puller's own."""
+    """kv: as KvRef's tensor, of num_blocks blocks after num_held, None when there is none. layout: must equal the puller's."""
 
     num_blocks: int
     layout: str

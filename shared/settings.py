@@ -41,7 +41,7 @@ class Settings(BaseSettings):
     engine_instances: int = Field(3, ge=1, description="engine instances on this machine, for the default of threads")
     block_size: int = Field(16, ge=1, le=256, description="tokens per KV block")
     kv_cache_bytes: int = Field(256 << 20, ge=1 << 16, description="memory of one instance's KV pool")
-    embedding_cache_bytes: int = Field(256 << 20, ge=0, description="embeddings that one instance keeps (chosen: as much as KV)")
+    embedding_cache_bytes: int = Field(256 << 20, ge=0, description="embeddings that one instance keeps (chosen)")
     max_num_seqs: int = Field(64, ge=1, description="sequences in one decode batch")
     max_prefill_tokens: int = Field(512, ge=1, description="tokens in one prefill step (chunked prefill)")
     max_encode_tokens: int = Field(4096, ge=1, description="vision tokens in one encode batch")
