@@ -94,9 +94,8 @@ class PrefillBatch:
             num_cached_blocks = self._num_cached_blocks(job)
             num_cached_tokens = num_cached_blocks * self._context.engine.block_size
             job.inputs.want(num_cached_tokens)
-            if job.num_landed_when_parked == job.inputs.num_landed or not job.num_ready(
-                num_cached_tokens, self._attends_to_all
-            ):
+            has_landed = job.num_landed_when_parked != job.inputs.num_landed
+            if not has_landed or not job.num_ready(num_cached_tokens, self._attends_to_all):
                 continue
             is_given = self._give_blocks(job, num_cached_blocks)
             if not is_given and not (self._park() and self._give_blocks(job, num_cached_blocks)):

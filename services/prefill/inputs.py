@@ -1,8 +1,7 @@
 """The embeddings of one prompt's images: each is pulled when it is encoded and its KV is not there already. Event loop only.
 
-given in the request   is_awaited              neither
-pulled when wanted     comes by `offer`, then  its KV should be cached here: when it is wanted after all
-                       as one that was given   our own embeddings will do, else it is a cache miss
+Those that the request has are pulled when they are wanted, awaited ones when they were offered, too. The KV of all others
+should be cached here; when one of them is wanted after all our own embeddings will do, else it is a cache miss.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ class PromptInputs:
 
     Args:
         pulls: bounds all pulls of the role. The transport would refuse too many, and then others were gone from their owner.
-        on_landed: an image came after all that there was to wait for.
-        on_failed: one never will.
+        on_landed: the embeddings of one are here.
+        on_failed: those of one will never be.
     """
 
     def __init__(
