@@ -82,8 +82,8 @@ class EncoderRole:
             found = cache.find(request.image, is_expected=request.pixels is None)
             if found is not None:
                 ref = await cache.lease(request.image, found, request.request_id, request.timeout_s + LEASE_GRACE_S)
-                time_s = StageTime("encoder", self._context.instance_id, time.monotonic() - arrived_at_s)
-                return EncodeReply(ref, time_s, is_cached=True)
+                spent = StageTime("encoder", self._context.instance_id, time.monotonic() - arrived_at_s)
+                return EncodeReply(ref, spent, is_cached=True)
             key: object = request.image.mm_hash if cache.is_on else object()
             others = self._jobs.get(key)
             try:
@@ -119,9 +119,8 @@ class EncoderRole:
         begun_at_s = max(job.begun_at_s, arrived_at_s)
         transfer_s = min(job.transfer_s, begun_at_s - arrived_at_s)
         queued_s = begun_at_s - arrived_at_s - transfer_s
-        return EncodeReply(
-            ref, StageTime("encoder", self._context.instance_id, queued_s, transfer_s, encoded_at_s - begun_at_s)
-        )
+        spent = StageTime("encoder", self._context.instance_id, queued_s, transfer_s, encoded_at_s - begun_at_s)
+        return EncodeReply(ref, spent)
 
     async def _bring(self, key: object, job: EncodeJob, pixels: TensorRef) -> None:
         """Pull a job's pixels and queue it. It is in hand until the last request that waits for it leaves, which cancels this:
