@@ -79,7 +79,7 @@ class DecodeBatch:
                 continue
             job.kv, job.shared, job.is_preempted = None, {}, False  # now in its blocks
             if isinstance(outcome, Exception):
-                job.chain = None  # or not even that
+                job.chain = None  # whatever is in them is not to be cached
             elif not job.is_kept:
                 self._keep(job)
             settle(job.joined, None)
