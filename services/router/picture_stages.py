@@ -46,8 +46,8 @@ class Picture:
 
     file_key: of one that was sent along. image: once it is known. pixels: once it is decoded; media_id, kept_at: where its file
     waits for that. is_new: it had to be decoded to be known. is_settled: set when it is clear whether its embeddings are
-    needed; if not, is_left_out. encoder_id, due_at_s: where and when they are expected. at: where it went last; lost_at: where
-    its tries ended.
+    needed; if not, is_left_out. encoder_id, due_at_s: where and when they are expected; is_placed: set when that is decided.
+    at: where it went last; lost_at: where its tries ended.
     """
 
     index: int
@@ -60,6 +60,7 @@ class Picture:
     is_new: bool = False
     is_settled: asyncio.Event = field(default_factory=asyncio.Event)
     is_left_out: bool = False
+    is_placed: asyncio.Event = field(default_factory=asyncio.Event)
     encoder_id: InstanceId | None = None
     due_at_s: float | None = None
     at: InstanceId | None = None
@@ -112,6 +113,7 @@ class PictureStages:
             if choice is None or not choice.num_cached_tokens:
                 raise InstanceLost("nobody holds the embeddings of an image any more", code=CACHE_MISS)
             picture.encoder_id = choice.instance_id
+            picture.is_placed.set()
             return choice
 
         try:
@@ -132,6 +134,7 @@ class PictureStages:
             choice = choose(views)
             if choice is not None:
                 picture.encoder_id = choice.instance_id
+                picture.is_placed.set()
                 chosen = next(view for view in views if view.instance_id == choice.instance_id)
                 picture.due_at_s = time.monotonic() + Pace.of(views).finish_s(chosen, work.num_tokens)
             return choice

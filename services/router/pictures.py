@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from triptych.services.router.cached_parts import CachedParts
 from triptych.services.router.job import Job
@@ -20,6 +20,8 @@ from triptych.shared.policies.pace import Pace
 from triptych.shared.policies.routing import EMBEDDING_COSTS
 
 Encoding = asyncio.Task[TensorRef | None]
+
+PATIENCE_S = 0.1  # chosen: pictures of a request are mostly known within less of each other, but one may be far away
 
 
 class Pictures:
@@ -102,10 +104,14 @@ class Pictures:
         self._tasks = [group.create_task(self._one(picture, prompt_at)) for picture in self._pictures]
 
     async def known(self) -> None:
-        """Returns when all are settled, and sent on as far as they can be."""
+        """Returns when all are settled, and those that were new have an encoder, if there is one."""
         for picture in self._pictures:
             await picture.is_settled.wait()
-        await asyncio.sleep(0)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(PATIENCE_S):
+                for picture in self._pictures:
+                    if picture.is_new:
+                        await picture.is_placed.wait()
 
     async def encoded(self) -> None:
         """Returns when all embeddings are there. Cancelled when a picture fails: its group tells why."""
@@ -146,9 +152,18 @@ class Pictures:
         await picture.is_settled.wait()
         if picture.is_left_out:
             self._calls.record.pictures["kv"] += 1
+            picture.is_placed.set()
             return None
+        await self._wait_for_turn(picture)
         holders = [one for one in await self._holders(picture) if self._calls.may_use("encoder", one)]
         return await self._stages.embeddings(picture, holders, prompt_at)
+
+    async def _wait_for_turn(self, picture: Picture) -> None:
+        """Encoders get pictures in the order in which prefill needs them, unless one takes long to be known."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(PATIENCE_S):
+                for before in self._pictures[: picture.index]:
+                    await before.is_placed.wait()
 
     async def _holders(self, picture: Picture) -> Collection[InstanceId]:
         """Who has its embeddings: the index tells, or the same picture earlier in the request."""
@@ -157,6 +172,7 @@ class Pictures:
         if self._calls.parts.cache.rules.keeps_embeddings:
             for twin, encoding in zip(self._pictures[: picture.index], self._tasks, strict=False):
                 if twin.image is not None and twin.image.mm_hash == mm_hash and not twin.is_left_out:
+                    picture.is_placed.set()
                     await asyncio.wait([encoding])
                     return [twin.encoder_id] if twin.encoder_id is not None else []
         return self._cached.embeddings.get(mm_hash, ())
