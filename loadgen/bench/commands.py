@@ -93,3 +93,49 @@ def latency_command(model: Model = str(DEMO_CHECKPOINT), quick: Quick = False, a
         return await bench_latency(folder, Plan(is_quick=quick))
 
     finish(measuring(), as_json)
+
+
+@bench.command("overlap")
+def overlap_command(
+    model: Annotated[str | None, typer.Option(help="a checkpoint to measure on a real engine, too, as for latency")] = None,
+    runs: Runs = 30,
+    quick: Quick = False,
+    as_json: AsJson = False,
+) -> None:
+    """TTFT of requests with many pictures: prompts that are computed as images land, beside prompts that wait for all."""
+
+    async def measuring() -> Report:
+        from triptych.loadgen.bench.overlap import bench_overlap
+
+        return await bench_overlap(Plan(runs, quick), None if model is None else checkpoint_folder(model))
+
+    finish(measuring(), as_json)
+
+
+@bench.command("policy")
+def policy_command(quick: Quick = False, as_json: AsJson = False) -> None:
+    """Policy sets on eight emulated instances each: text during bursts of pictures, goodput, hardly any pictures."""
+    from triptych.loadgen.bench.policy import bench_policy
+
+    finish(bench_policy(Plan(is_quick=quick)), as_json)
+
+
+@bench.command("cache")
+def cache_command(
+    model: Annotated[
+        list[str] | None, typer.Option(help="as above; default bench and the demo's; the bars are of the first")
+    ] = None,
+    runs: Runs = 30,
+    quick: Quick = False,
+    as_json: AsJson = False,
+) -> None:
+    """TTFT of a request with pictures when all of it is known, its beginning, or its pictures, beside the first time."""
+
+    async def measuring() -> Report:
+        from triptych.loadgen.bench.cache import bench_cache
+
+        return await bench_cache(
+            [checkpoint_folder(one) for one in model or ("bench", str(DEMO_CHECKPOINT))], Plan(runs, quick)
+        )
+
+    finish(measuring(), as_json)

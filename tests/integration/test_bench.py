@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -50,3 +51,27 @@ def test_latency(tiny_checkpoint: Path) -> None:
     assert sides_of(report, "picture_ttft_ms") == {"client", "engine_alone"}
     assert sides_of(report, "picture_encoder_ms") == {"queued", "transfer", "compute"}
     assert sides_of(report, "router_cpu_ms") == {"real_stages", "stub_stages"}
+
+
+@pytest.mark.long
+def test_overlap() -> None:
+    report = quick("overlap")
+    assert sides_of(report, "half_ttft_ms") == {"overlapped", "barrier"}
+    assert report["figures"]["half_over_bound.overlapped"] >= 1.0
+
+
+@pytest.mark.long
+def test_policy() -> None:
+    report = quick("policy")
+    for workload in ("bursts", "image-light"):
+        assert sides_of(report, f"{workload}_goodput_own_scaled_per_s") == {"monolith", "triptych"}
+    assert sides_of(report, "bursts_text_p99_ttft_in_bursts_s") == {"monolith", "triptych"}
+
+
+@pytest.mark.long
+def test_cache(tiny_checkpoint: Path) -> None:
+    """Its own checks tell whether anything was cached."""
+    figures = quick("cache", "--model", str(tiny_checkpoint))["figures"]
+    for kind, what in itertools.product(("second", "follow_up", "kv_evicted"), ("encoded", "decoded", "transferred")):
+        assert figures[f"{kind}_{what}.{tiny_checkpoint.name}"] == 0
+    assert figures[f"second_ratio.{tiny_checkpoint.name}"] < 1

@@ -1,0 +1,225 @@
+"""Bench policy: policy sets beside each other on equal emulated instances, under bursts of pictures and under hardly any.
+
+The same requests for all, at three seeds, by `loadgen replay`; the latencies that SLOs are factors of are measured once, on the
+monolith without load. Sets that schedule by SLO are told it; the others know none and refuse nobody.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from triptych.loadgen.bench.measured_cluster import REQUEST_TIMEOUT_S, measured_cluster
+from triptych.loadgen.bench.report import Bar, Report
+from triptych.loadgen.bench.runner import BenchFailed, Plan, machine, tell
+from triptych.loadgen.replay.conditions import OUTCOMES_FILE
+from triptych.loadgen.replay.open_loop import SendOptions
+from triptych.loadgen.replay.options import ReplayOptions
+from triptych.loadgen.replay.outcome import RequestOutcome
+from triptych.loadgen.replay.run import replay
+from triptych.loadgen.replay.slo import Isolated, parse_slos
+from triptych.loadgen.report.results import OutcomesReader, make_report
+from triptych.loadgen.synth.rows import workload_rows
+from triptych.loadgen.synth.workload import load_workload
+from triptych.loadgen.traces.shaping import shaped
+from triptych.loadgen.traces.trace import MalformedRows, Trace, TraceOptions
+from triptych.shared.policies.policy_set import policy_set
+from triptych.shared.policies.queueing import fcfs
+
+MODEL, GPU, NUM_INSTANCES = "internvl2.5-26b", "a100", 8
+POLICIES = ("monolith", "modserve_decoup", "modserve", "triptych")
+SEEDS = (1, 2, 3)
+SLO_FACTOR = 5
+BURSTS, LIGHT = "bursts", "image-light"
+IMAGE_BURSTS_S = ((60.0, 90.0), (150.0, 180.0))  # of workloads/bursts: more requests with pictures, more pictures a request
+MAX_TEXT_RATIO = 0.5
+MIN_LIGHT_RATIO = 0.98
+MAX_PREFILL_TOKENS = 2048  # of a step, chosen for all sets: Sarathi-Serve (arXiv 2403.02310) takes 512 to 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """rate: the workload's rate is multiplied by it, so that a burst is more than the instances can do at once. time_scale:
+    modelled seconds per real one. duration_s: modelled seconds of each replay; None: the whole workload."""
+
+    rate: Mapping[str, float]
+    time_scale: float
+    duration_s: float | None
+    seeds: tuple[int, ...]
+    policies: tuple[str, ...] = POLICIES
+
+
+# Simulated: at these rates a burst of pictures is about what eight instances can do, and image-light nearly so
+FULL = Scale({BURSTS: 3.0, LIGHT: 8.0}, 2.5, None, SEEDS)
+QUICK = Scale({BURSTS: 1.0, LIGHT: 1.0}, 20.0, 100.0, SEEDS[:1], ("monolith", "triptych"))
+
+
+@dataclass(slots=True)
+class _Found:
+    """Of one set under one workload, all seeds together. burst_text_s: TTFT of its text requests that came in a burst of
+    pictures; modelled seconds, as goodput is per modelled second."""
+
+    burst_text_s: list[float] = field(default_factory=list)
+    own_scaled_per_s: list[float] = field(default_factory=list)
+    class_wide_per_s: list[float] = field(default_factory=list)
+    num_failed: int = 0
+
+    def figures(self) -> Iterator[tuple[str, float]]:
+        if self.burst_text_s:
+            yield "text_p99_ttft_in_bursts_s", percentile(self.burst_text_s, 0.99)
+        yield "goodput_own_scaled_per_s", statistics.fmean(self.own_scaled_per_s)
+        yield "goodput_class_wide_per_s", statistics.fmean(self.class_wide_per_s)
+        yield "num_failed", self.num_failed
+
+
+def percentile(values: Iterable[float], share: float) -> float:
+    """The least value that this share of all does not exceed."""
+    ordered = sorted(values)
+    return ordered[math.ceil(share * len(ordered)) - 1]
+
+
+async def bench_policy(plan: Plan) -> Report:
+    """Replay both workloads against a cluster of each set.
+
+    Raises:
+        BenchFailed, ClusterFailed: something didn't start, or a replay did not come to its end.
+    """
+    scale = QUICK if plan.is_quick else FULL
+    found: dict[str, dict[str, _Found]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        bench = _PolicyBench(scale, Path(folder))
+        await bench.measure_isolated()
+        for policy in scale.policies:
+            found[policy] = await bench.measure(policy)
+    figures = {
+        f"{workload}_{name}.{policy}": value
+        for policy, by_workload in found.items()
+        for workload, of_policy in by_workload.items()
+        for name, value in of_policy.figures()
+    }
+    conditions = machine() | {
+        "model": MODEL,
+        "emulated": GPU,
+        "instances": NUM_INSTANCES,
+        "seeds": list(scale.seeds),
+        "rates": dict(scale.rate),
+        "time_scale": scale.time_scale,
+        "slo": f"{SLO_FACTOR}x isolated",
+        "quick": plan.is_quick,
+    }
+    return Report("policy", conditions, figures, {} if plan.is_quick else _bars(figures))
+
+
+class _PolicyBench:
+    """folder: for the results of the replays."""
+
+    def __init__(self, scale: Scale, folder: Path) -> None:
+        self._scale = scale
+        self._folder = folder
+        self._isolated: Mapping[str, Isolated] = {}
+
+    async def measure_isolated(self) -> None:
+        """Of both classes, by a replay that has next to nothing to send."""
+        tell("latencies of requests alone ...")
+        async with measured_cluster(MODEL, self._options("monolith")) as (info, _):
+            out = self._out("isolated")
+            trace = self._trace(BURSTS, SEEDS[0], duration_s=10.0)
+            conditions = await replay(trace, self._replay_options(str(info["url"]), out, SEEDS[0]), Console(quiet=True))
+        self._isolated = conditions.isolated
+        if len(self._isolated) < 2:
+            raise BenchFailed(f"no isolated latencies could be measured: {conditions.message}")
+
+    async def measure(self, policy: str) -> dict[str, _Found]:
+        """By workload."""
+        found = {BURSTS: _Found(), LIGHT: _Found()}
+        async with measured_cluster(MODEL, self._options(policy)) as (info, _):
+            for workload, into in found.items():
+                for seed in self._scale.seeds:
+                    tell(f"{policy}: {workload}, seed {seed} ...")
+                    await self._replay(str(info["url"]), workload, seed, into)
+        return found
+
+    async def _replay(self, url: str, workload: str, seed: int, into: _Found) -> None:
+        out = self._out(f"{workload}-{seed}")
+        trace = self._trace(workload, seed, self._scale.duration_s)
+        conditions = await replay(trace, self._replay_options(url, out, seed), Console(quiet=True))
+        if conditions.ended != "complete":
+            raise BenchFailed(f"the replay of {workload} did not come to its end: {conditions.message}")
+        [whole] = [figures for figures in make_report(out).classes if figures.name == "all"]
+        if whole.slo_own_scaled is None or whole.slo_class_wide is None:
+            raise BenchFailed(f"the replay of {workload} has no request with an SLO")
+        into.own_scaled_per_s.append(whole.slo_own_scaled.goodput_per_s / self._scale.time_scale)
+        into.class_wide_per_s.append(whole.slo_class_wide.goodput_per_s / self._scale.time_scale)
+        into.num_failed += sum(whole.errors.values())
+        if workload == BURSTS:
+            into.burst_text_s += self._text_in_bursts(OutcomesReader(out / OUTCOMES_FILE))
+
+    def _text_in_bursts(self, outcomes: Iterable[RequestOutcome]) -> Iterator[float]:
+        """Who was not answered has waited as long as anybody would."""
+        scale = self._scale.time_scale
+        for outcome in outcomes:
+            at_s = outcome.scheduled_s * scale
+            if outcome.request_class == "text" and any(begin_s <= at_s < end_s for begin_s, end_s in IMAGE_BURSTS_S):
+                is_answered = outcome.error is None and outcome.ttft_s is not None
+                yield scale * (outcome.ttft_s or 0.0) if is_answered else scale * REQUEST_TIMEOUT_S
+
+    def _options(self, policy: str) -> Sequence[str]:
+        """Of `triptych up`."""
+        given: dict[str, object] = {"--policy": policy, "--instances": NUM_INSTANCES, "--preprocess": 2}
+        given |= {"--emulate": GPU, "--time-scale": self._scale.time_scale, "--max-prefill-tokens": MAX_PREFILL_TOKENS}
+        if policy_set(policy).queue_order is not fcfs:
+            targets_s = {name: SLO_FACTOR * isolated.ttft_s for name, isolated in self._isolated.items()}
+            given |= {"--slo-ttft-text-s": targets_s["text"], "--slo-ttft-picture-s": targets_s["image"]}
+        return [str(part) for option in given.items() for part in option]
+
+    def _trace(self, workload: str, seed: int, duration_s: float | None) -> Trace:
+        rate = self._scale.rate[workload]
+        options = TraceOptions(
+            duration_s=duration_s,
+            text_rate_scale=rate,
+            image_rate_scale=rate,
+            speed_up=self._scale.time_scale,
+            seed=seed,
+        )
+        rows = workload_rows(msgspec.structs.replace(load_workload(workload), seed=seed))
+        return Trace(workload, "workload", shaped(rows, options), MalformedRows())
+
+    def _replay_options(self, url: str, out: Path, seed: int) -> ReplayOptions:
+        return ReplayOptions(
+            target=url.rstrip("/"),
+            out=out,
+            send=SendOptions(seed=seed),
+            timeout_s=REQUEST_TIMEOUT_S,
+            slos=parse_slos([f"ttft={SLO_FACTOR}x,tbt={SLO_FACTOR}x"]),
+            isolated=self._isolated,
+        )
+
+    def _out(self, name: str) -> Path:
+        out = self._folder / name
+        out.mkdir(exist_ok=True)
+        return out
+
+
+def _bars(figures: Mapping[str, float]) -> dict[str, Bar]:
+    text = "bursts_text_p99_ttft_in_bursts_s"
+    bars = {
+        f"text_p99_in_bursts_{policy}_to_monolith": Bar(
+            figures[f"{text}.{policy}"] / figures[f"{text}.monolith"], MAX_TEXT_RATIO, is_most=True
+        )
+        for policy in ("modserve", "triptych")
+    }
+    goodput = "bursts_goodput_own_scaled_per_s"
+    for lower, higher in itertools.pairwise(POLICIES):
+        ratio = figures[f"{goodput}.{higher}"] / figures[f"{goodput}.{lower}"]
+        bars[f"goodput_{higher}_to_{lower}"] = Bar(ratio, 1.0)
+    light = "image-light_goodput_own_scaled_per_s"
+    bars["image_light_triptych_to_monolith"] = Bar(figures[f"{light}.triptych"] / figures[f"{light}.monolith"], MIN_LIGHT_RATIO)
+    return bars

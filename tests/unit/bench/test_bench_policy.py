@@ -1,0 +1,28 @@
+"""Bench policy's own arithmetic."""
+
+from __future__ import annotations
+
+import pytest
+
+from triptych.loadgen.bench.policy import IMAGE_BURSTS_S, POLICIES, _bars, percentile
+from triptych.loadgen.synth.workload import load_workload
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0.5, 50), (0.99, 99), (1.0, 100), (0.001, 1)])
+def test_percentile(share: float, expected: int) -> None:
+    assert percentile(range(100, 0, -1), share) == expected
+
+
+def test_the_bursts_are_those_of_the_workload() -> None:
+    [image] = [client for client in load_workload("bursts").client if client.images]
+    assert tuple((burst.start_s, burst.start_s + burst.duration_s) for burst in image.burst) == IMAGE_BURSTS_S
+
+
+def test_bars_compare_each_set_with_the_one_below() -> None:
+    figures = {f"bursts_goodput_own_scaled_per_s.{policy}": float(place + 1) for place, policy in enumerate(POLICIES)}
+    figures |= {f"bursts_text_p99_ttft_in_bursts_s.{policy}": 4.0 / (place + 1) for place, policy in enumerate(POLICIES)}
+    figures |= {f"image-light_goodput_own_scaled_per_s.{policy}": 0.97 if policy == "triptych" else 1.0 for policy in POLICIES}
+    bars = _bars(figures)
+    assert {name for name, bar in bars.items() if not bar.holds} == {"image_light_triptych_to_monolith"}
+    assert bars["goodput_triptych_to_modserve"].value == pytest.approx(4 / 3)
+    assert bars["text_p99_in_bursts_triptych_to_monolith"].value == 0.25
