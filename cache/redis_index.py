@@ -61,7 +61,7 @@ class RedisIndex:
 
     def __init__(self, url: str, model_revision: str, ttl_s: float) -> None:
         self.counters = IndexCounters()
-        self._prefix = b"triptych:{%s}:" % model_revision[:8].encode()
+        self._prefix = f"triptych:{model_revision[:8]}:".encode()
         self._ttl_s = math.ceil(ttl_s)
         self._redis = _connect(url)
         self._lookup = self._redis.register_script(LOOKUP)

@@ -2,8 +2,8 @@
 
 An entry is one key for a block or picture, `prefix .. kind .. digest`; its value is a MessagePack array of holders, each
 followed by the second (of the server's clock) from which it counts no more, oldest first. Digests come packed, 32 bytes each.
-The names of keys are made here and not listed in KEYS, since a thousand arguments would take the client a millisecond; the
-prefix has a hash tag, so that a Redis cluster keeps all of them on one node.
+The names of keys are made here and not listed in KEYS, since a thousand arguments would take the client a millisecond; so this
+is for one server, not for Redis Cluster.
 """
 
 from __future__ import annotations

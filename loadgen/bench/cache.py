@@ -155,11 +155,12 @@ async def _start(stack: AsyncExitStack, folder: Path, policy: str) -> _Cluster:
     options = ("--policy", policy, "--kv-cache-bytes", str(KV_CACHE_BYTES))
     info, http = await stack.enter_async_context(measured_cluster(folder, options))
     beats = await heartbeats(str(info["nats_url"]))
+    num_blocks = max(beat.resources.num_blocks for beat in beats)
     return _Cluster(
         http,
         str(info["url"]).rstrip("/"),
         [beat.http_url for beat in beats if beat.http_url],
-        num_pool_tokens=(max(beat.resources.num_blocks for beat in beats) - 1) * load_settings().block_size,
+        num_pool_tokens=num_blocks * load_settings().block_size - FILLER_OUTPUT_TOKENS,
         max_prompt_tokens=min(beat.model.max_model_len for beat in beats if beat.model) - FILLER_OUTPUT_TOKENS,
     )
 

@@ -247,6 +247,22 @@ async def test_a_server_that_hangs_costs_one_timeout(
     assert shared.counters.num_skipped == 100 - redis_index.MAX_FAILURES
 
 
+async def test_an_answer_that_comes_too_late_is_nobody_else_s(
+    shared: RedisIndex, valkey: OwnValkey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared.hold(ONE, "kv", BLOCKS)
+    await until_found(shared, Found({ONE: 10}))
+    monkeypatch.setattr(redis_index, "MAX_FAILURES", 1000)
+    monkeypatch.setattr(redis_index, "QUESTION_TIMEOUT_S", 0.1)
+    os.kill(valkey.pid, signal.SIGSTOP)
+    assert await asyncio.gather(*(shared.lookup(BLOCKS, IMAGES) for _ in range(20))) == [Found()] * 20
+    os.kill(valkey.pid, signal.SIGCONT)
+    monkeypatch.setattr(redis_index, "QUESTION_TIMEOUT_S", 5.0)
+    lengths = range(11)
+    found = await asyncio.gather(*(shared.lookup(BLOCKS[:length], []) for length in lengths))
+    assert found == [Found({ONE: length} if length else {}) for length in lengths]
+
+
 async def test_a_full_server_is_still_asked(shared: RedisIndex, client: Redis) -> None:
     shared.hold(ONE, "kv", BLOCKS)
     await until_found(shared, Found({ONE: 10}))
