@@ -1,7 +1,7 @@
 """Bench policy: policy sets beside each other on equal emulated instances, under bursts of pictures and under hardly any.
 
 The same requests for all, at three seeds, by `loadgen replay`; the latencies that SLOs are factors of are measured once, on the
-monolith without load. Sets that schedule by SLO are told it; the others know none and refuse nobody.
+monolith before its first replay. Sets that schedule by SLO are told it; the others know none and refuse nobody.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from triptych.loadgen.replay.open_loop import SendOptions
 from triptych.loadgen.replay.options import ReplayOptions
 from triptych.loadgen.replay.outcome import RequestOutcome
 from triptych.loadgen.replay.run import replay
-from triptych.loadgen.replay.slo import Isolated, parse_slos
+from triptych.loadgen.replay.slo import CLASSES, Isolated, parse_slos
 from triptych.loadgen.report.results import OutcomesReader, make_report
 from triptych.loadgen.synth.rows import workload_rows
 from triptych.loadgen.synth.workload import load_workload
@@ -46,20 +46,26 @@ MAX_PREFILL_TOKENS = 2048  # of a step, chosen for all sets: Sarathi-Serve (arXi
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
-    """rate: the workload's rate is multiplied by it, so that a burst is more than the instances can do at once. time_scale:
-    modelled seconds per real one. duration_s: modelled seconds of each replay; None: the whole workload."""
+class Part:
+    """Of a workload: the first duration_s modelled seconds, at so many times its rate."""
 
-    rate: Mapping[str, float]
+    rate: float
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """time_scale: modelled seconds per real one. policies: the monolith first, it has no use for an SLO."""
+
+    parts: Mapping[str, Part]
     time_scale: float
-    duration_s: float | None
     seeds: tuple[int, ...]
     policies: tuple[str, ...] = POLICIES
 
 
 # Simulated: at these rates a burst of pictures is about what eight instances can do, and image-light nearly so
-FULL = Scale({BURSTS: 3.0, LIGHT: 8.0}, 2.5, None, SEEDS)
-QUICK = Scale({BURSTS: 1.0, LIGHT: 1.0}, 20.0, 100.0, SEEDS[:1], ("monolith", "triptych"))
+FULL = Scale({BURSTS: Part(3.0, 300.0), LIGHT: Part(8.0, 100.0)}, 2.5, SEEDS)
+QUICK = Scale({BURSTS: Part(1.0, 70.0), LIGHT: Part(1.0, 20.0)}, 10.0, SEEDS[:1], ("monolith", "triptych"))
 
 
 @dataclass(slots=True)
@@ -96,7 +102,6 @@ async def bench_policy(plan: Plan) -> Report:
     found: dict[str, dict[str, _Found]] = {}
     with tempfile.TemporaryDirectory() as folder:
         bench = _PolicyBench(scale, Path(folder))
-        await bench.measure_isolated()
         for policy in scale.policies:
             found[policy] = await bench.measure(policy)
     figures = {
@@ -110,7 +115,7 @@ async def bench_policy(plan: Plan) -> Report:
         "emulated": GPU,
         "instances": NUM_INSTANCES,
         "seeds": list(scale.seeds),
-        "rates": dict(scale.rate),
+        "rates": {workload: part.rate for workload, part in scale.parts.items()},
         "time_scale": scale.time_scale,
         "slo": f"{SLO_FACTOR}x isolated",
         "quick": plan.is_quick,
@@ -126,20 +131,9 @@ class _PolicyBench:
         self._folder = folder
         self._isolated: Mapping[str, Isolated] = {}
 
-    async def measure_isolated(self) -> None:
-        """Of both classes, by a replay that has next to nothing to send."""
-        tell("latencies of requests alone ...")
-        async with measured_cluster(MODEL, self._options("monolith")) as (info, _):
-            out = self._out("isolated")
-            trace = self._trace(BURSTS, SEEDS[0], duration_s=10.0)
-            conditions = await replay(trace, self._replay_options(str(info["url"]), out, SEEDS[0]), Console(quiet=True))
-        self._isolated = conditions.isolated
-        if len(self._isolated) < 2:
-            raise BenchFailed(f"no isolated latencies could be measured: {conditions.message}")
-
     async def measure(self, policy: str) -> dict[str, _Found]:
         """By workload."""
-        found = {BURSTS: _Found(), LIGHT: _Found()}
+        found = {workload: _Found() for workload in self._scale.parts}
         async with measured_cluster(MODEL, self._options(policy)) as (info, _):
             for workload, into in found.items():
                 for seed in self._scale.seeds:
@@ -148,14 +142,15 @@ class _PolicyBench:
         return found
 
     async def _replay(self, url: str, workload: str, seed: int, into: _Found) -> None:
-        out = self._out(f"{workload}-{seed}")
-        trace = self._trace(workload, seed, self._scale.duration_s)
-        conditions = await replay(trace, self._replay_options(url, out, seed), Console(quiet=True))
+        out = self._folder / f"{workload}-{seed}"
+        out.mkdir(exist_ok=True)
+        conditions = await replay(self._trace(workload, seed), self._replay_options(url, out, seed), Console(quiet=True))
         if conditions.ended != "complete":
             raise BenchFailed(f"the replay of {workload} did not come to its end: {conditions.message}")
+        self._isolated = conditions.isolated
         [whole] = [figures for figures in make_report(out).classes if figures.name == "all"]
-        if whole.slo_own_scaled is None or whole.slo_class_wide is None:
-            raise BenchFailed(f"the replay of {workload} has no request with an SLO")
+        if whole.slo_own_scaled is None or whole.slo_class_wide is None or len(conditions.isolated) < len(CLASSES):
+            raise BenchFailed("what requests take alone could not be measured")
         into.own_scaled_per_s.append(whole.slo_own_scaled.goodput_per_s / self._scale.time_scale)
         into.class_wide_per_s.append(whole.slo_class_wide.goodput_per_s / self._scale.time_scale)
         into.num_failed += sum(whole.errors.values())
@@ -180,12 +175,12 @@ class _PolicyBench:
             given |= {"--slo-ttft-text-s": targets_s["text"], "--slo-ttft-picture-s": targets_s["image"]}
         return [str(part) for option in given.items() for part in option]
 
-    def _trace(self, workload: str, seed: int, duration_s: float | None) -> Trace:
-        rate = self._scale.rate[workload]
+    def _trace(self, workload: str, seed: int) -> Trace:
+        part = self._scale.parts[workload]
         options = TraceOptions(
-            duration_s=duration_s,
-            text_rate_scale=rate,
-            image_rate_scale=rate,
+            duration_s=part.duration_s,
+            text_rate_scale=part.rate,
+            image_rate_scale=part.rate,
             speed_up=self._scale.time_scale,
             seed=seed,
         )
@@ -201,11 +196,6 @@ class _PolicyBench:
             slos=parse_slos([f"ttft={SLO_FACTOR}x,tbt={SLO_FACTOR}x"]),
             isolated=self._isolated,
         )
-
-    def _out(self, name: str) -> Path:
-        out = self._folder / name
-        out.mkdir(exist_ok=True)
-        return out
 
 
 def _bars(figures: Mapping[str, float]) -> dict[str, Bar]:
