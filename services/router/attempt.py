@@ -46,7 +46,7 @@ class AttemptRun:
         if self._pictures and self._job.prompt.num_text_tokens >= parts.limits.max_model_len():
             self._max_tokens()
         await self._pictures.identify()
-        refuse_if_late(calls, self._work(), self._pictures)
+        refuse_if_late(calls, self._job.prompt, self._pictures, self._cached)
         needs_room = self._pictures.need_room
         async with parts.gate.turn(record.arrived_at_s, calls.remaining_s()) if needs_room else nullcontext():
             sampling, prefill_id, first = await self._first_token()

@@ -86,6 +86,7 @@ class CachedParts:
         self._cache = sequence.cache
         self._may_hold = may_hold
         self._is_asked = is_asked
+        self._is_keyed = is_asked and self._cache.rules.keeps_kv
         self._may_grow = True
         self.prefixes: dict[InstanceId, int] = {}
         self.embeddings: dict[bytes, tuple[InstanceId, ...]] = {}
@@ -93,7 +94,7 @@ class CachedParts:
 
     def advance(self, images: Sequence[ImageInfo | None]) -> None:
         """images: those of the prompt, None where unknown."""
-        if self._cache.rules.keeps_kv:
+        if self._is_keyed:
             self._sequence.advance(images)
 
     async def ask(self, mm_hashes: Sequence[bytes] = ()) -> None:
@@ -125,7 +126,7 @@ class CachedParts:
 
     def is_ripe(self, index: int) -> bool:
         """Whether it can be told if that picture's KV is cached: when the prompt is keyed to its end."""
-        return index < len(self._sequence.spans) or not self._cache.rules.keeps_kv
+        return index < len(self._sequence.spans) or not self._is_keyed
 
     def leave_out(self, index: int) -> bool:
         """Whether a picture's KV is cached, so that its embeddings are not needed; the prompt then relies on that."""

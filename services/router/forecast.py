@@ -18,6 +18,8 @@ from triptych.shared.policies.overlap import OverlapView, PendingImage, Verdict
 from triptych.shared.policies.pace import Pace
 from triptych.shared.policies.routing import KV_COSTS, PromptWork
 
+NOTHING_TO_OVERLAP = Verdict(False, "there is nothing to wait for, or nobody to compute meanwhile")
+
 _log = structlog.get_logger(__name__)
 
 
@@ -47,10 +49,9 @@ def probable_prefill(calls: StageCalls, work: PromptWork) -> InstanceId | None:
 def overlap_verdict(calls: StageCalls, prompt: ExpandedPrompt, pictures: Pictures, cached: CachedParts) -> Verdict:
     """Whether the prompt goes to prefill before its missing pictures are encoded. All are known."""
     routing, now_s = calls.parts.routing, time.monotonic()
-    candidates = routing.book.views("prefill")
     missing = pictures.missing
-    if not missing or not candidates:
-        return Verdict(False, "nothing to overlap")
+    if not missing or not (candidates := routing.book.views("prefill")):
+        return NOTHING_TO_OVERLAP
     pace, num_cached = Pace.of(candidates), cached.num_cached
     likely = min(candidates, key=pace.wait_s)
     decoding = [one.num_requests for one in routing.book.views("decode") if one.instance_id == likely.instance_id]
@@ -70,12 +71,12 @@ def overlap_verdict(calls: StageCalls, prompt: ExpandedPrompt, pictures: Picture
     return verdict
 
 
-def refuse_if_late(calls: StageCalls, work: PromptWork, pictures: Pictures) -> None:
+def refuse_if_late(calls: StageCalls, prompt: Prompt, pictures: Pictures, cached: CachedParts) -> None:
     """Before the first attempt begins: what waits already may be too much for the request's target. Raises Overloaded."""
-    record, book = calls.record, calls.parts.book
-    target_s = calls.slack_s()
-    if target_s is None or len(record.attempts) > 1:
+    book, target_s = calls.parts.book, calls.slack_s()
+    if target_s is None or len(calls.record.attempts) > 1:
         return
+    work = prompt_work(calls, prompt, pictures, cached)
     num_cached = max(work.prefixes.values(), default=0)
     stages = [StageWork(book.views("prefill"), work.num_tokens - num_cached)]
     if pictures.need_room:

@@ -190,6 +190,23 @@ async def test_a_prompt_waits_where_nothing_is_gained(checkpoint: Path, policy: 
         await world.settled()
 
 
+async def test_encoders_get_pictures_in_the_order_of_the_prompt(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triptych.services.router.pictures.PATIENCE_S", 20.0)
+    stages = world.add_all()
+    answered: list[str] = []
+
+    async def last_first(request: PreprocessRequest) -> Any:
+        if ".[0]." in request.param.removeprefix("messages.[0]"):
+            await until(lambda: len(answered) == 2, "the other two are known")
+        answered.append(request.param)
+        return await stages["preprocess"].default(request)
+
+    stages["preprocess"].hooks[PreprocessRequest] = last_first
+    succeeded(await world.ask([picture("a"), picture("b"), picture("c")]))
+    encoded = [request.image.mm_hash for request in stages["encoder"].seen]
+    assert encoded == [placed.image.mm_hash for placed in stages["prefill"].seen[0].images]
+
+
 # --- coupled stages ---------------------------------------------------------------------------------------------------------
 
 
