@@ -88,20 +88,30 @@ class PrefixCache:
         self.num_misses += len(keys) - num_hits
         self._index.hold(self._holder, "kv", keys[:num_hits])
 
+    def catch_up(self, sequence: Sequence, keys: Seq[bytes]) -> int:
+        """Where others have computed more of a prompt than its own sequence, it goes on with their blocks; how many tokens it
+        need not compute."""
+        kept, block_size = self._tree.match(keys), self._engine.block_size
+        num_gained = len(kept) * block_size - sequence.num_computed_tokens
+        if num_gained <= 0:
+            return 0
+        self._go_on_with(sequence, kept)
+        sequence.num_computed_tokens += num_gained
+        self.num_hits += num_gained // block_size
+        self.num_misses -= num_gained // block_size
+        return num_gained
+
     def add(self, sequence: Sequence, keys: Seq[bytes]) -> None:
         """Keep what a sequence has computed, up to its last full block. keys: of its blocks. Where a block with the same key is
         here already the sequence goes on with that one, and gives its own back."""
         keys = keys[: sequence.num_computed_tokens // self._engine.block_size]
-        table = sequence.block_table
-        offered = table[: len(keys)]
+        offered = sequence.block_table[: len(keys)]
         taken = self._tree.insert(keys, offered)
         self._kv.pool.add_ref([offered[i] for i in taken], "cache")
         if taken:
             self._index.hold(self._holder, "kv", [keys[i] for i in taken])
-        if len(taken) == len(keys):
-            return
-        kept = self._tree.match(keys)
-        self._kv.exchange(sequence, {i: kept[i] for i in range(len(keys)) if kept[i] != offered[i]})
+        if len(taken) < len(keys):
+            self._go_on_with(sequence, self._tree.match(keys))
 
     async def lease(self, request: BlocksRequest) -> BlocksReply:
         """Lease a peer the blocks that it asks for, as far as they are here and decode work here can do without them.
@@ -144,6 +154,10 @@ class PrefixCache:
     def check_integrity(self) -> None:
         """Raises AssertionError when the tree is broken."""
         self._tree.check_integrity()
+
+    def _go_on_with(self, sequence: Sequence, kept: Seq[int]) -> None:
+        own = sequence.block_table
+        self._kv.exchange(sequence, {i: block_id for i, block_id in enumerate(kept) if own[i] != block_id})
 
     def _note_stale(self, keys: Seq[bytes]) -> None:
         if keys:

@@ -52,6 +52,8 @@ class PrefillBatch:
     async def step(self) -> bool:
         """Admit and compute one step; False when there is nothing to compute."""
         self._admit()
+        for job in self._running:
+            self._catch_up(job)
         jobs = self._in_order(self._running)
         num_ready = [job.num_ready(job.sequence.num_computed_tokens, self._attends_to_all) for job in jobs]
         sizes = chunk_sizes(num_ready, self._context.settings.max_prefill_tokens)
@@ -131,10 +133,16 @@ class PrefillBatch:
         self._waiting.remove(job)
         self._running.append(job)
 
+    def _catch_up(self, job: PrefillJob) -> None:
+        """Prompts that begin alike and came together: the first one computes it for all, the others have their turn later."""
+        if job.pulled is None:
+            job.num_cached_tokens += self._context.prefixes.catch_up(job.sequence, job.cacheable_keys)
+
     def _park(self) -> bool:
         """Take the blocks of stalled prompts; whether there were any."""
         stalled = [job for job in self._running if not job.num_ready(job.sequence.num_computed_tokens, self._attends_to_all)]
         for job in stalled:
+            self._context.prefixes.add(job.sequence, job.keys)
             self._context.kv.free(job.sequence)
             job.sequence.num_computed_tokens = 0
             job.num_landed_when_parked = job.inputs.num_landed
@@ -173,8 +181,8 @@ class PrefillBatch:
         if isinstance(outcome, Exception):
             self._end(job, outcome)
             return
-        self._context.prefixes.add(job.sequence, job.keys)
         if outcome is not None:
+            self._context.prefixes.add(job.sequence, job.keys)
             self._running.remove(job)  # it keeps its blocks: whoever waits for the result has them next
             settle(job.result, outcome)
 

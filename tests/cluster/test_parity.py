@@ -40,7 +40,7 @@ async def test_the_request_visits_every_stage_in_its_own_process(cluster: Cluste
     case = random_case(7, num_pictures=2)
     async with session() as http, Watch(cluster.nats_url) as watch:
         await watch.until_complete()
-        answer = await ask(http, cluster.url, case)
+        answer = await ask(http, cluster.url, case, cache_salt="every-stage")
         beats = dict(watch.beats)
     assert reference.judge(case, answer) == "equal"
     assert answer.trace is not None
@@ -128,8 +128,8 @@ def kv_bytes_per_token(reference: Reference) -> int:
 async def test_a_stream_says_the_same_as_one_answer(cluster: Cluster, reference: Reference) -> None:
     case = random_case(11, num_pictures=1)
     async with session() as http:
-        whole = await ask(http, cluster.url, case)
-        stream = await ask(http, cluster.url, case, stream=True)
+        whole = await ask(http, cluster.url, case, cache_salt="whole")
+        stream = await ask(http, cluster.url, case, cache_salt="stream", stream=True)
     assert reference.judge(case, whole) == "equal"
     assert (stream.text, stream.finish_reason, stream.usage) == (whole.text, whole.finish_reason, whole.usage)
     assert stream.num_events > 2

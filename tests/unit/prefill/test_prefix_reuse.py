@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 import torch
 
-from support.fake_cluster import ROUTER, WAIT_S, FakeCluster, FakeHost, error_of, image_info, prompt_of
+from support.fake_cluster import ROUTER, WAIT_S, FakeCluster, FakeHost, error_of, image_info, prompt_of, until
 from support.fake_engine import FakeEngine, expected_tokens
 from triptych.shared.messages import InstanceId, PlacedImage, PrefillReply, PrefillRequest, PrefixSource, RequestId
 from triptych.shared.sampling_params import SamplingParams
@@ -79,6 +80,21 @@ async def test_a_prompt_that_was_here_is_not_computed_again() -> None:
     stats = host.report().resources.kv_prefixes  # type: ignore[union-attr]
     assert stats is not None
     assert (stats.num_hits, stats.num_misses, stats.num_entries) == (10, 6, 6)
+    await cluster.stop()
+
+
+async def test_prompts_that_come_together_are_computed_once() -> None:
+    """Four that begin alike, the first of them in two steps."""
+    cluster, host = await start(max_prefill_tokens=11)
+    host.engine.gate.clear()
+    prompts = [[*PROMPT, 30 + i] for i in range(4)]
+    tasks = [asyncio.create_task(ask(cluster, request_of(f"r{i}", prompt))) for i, prompt in enumerate(prompts)]
+    await until(lambda: host.role.load().num_running == 4, "all are admitted")
+    host.engine.gate.set()
+    replies = await asyncio.gather(*tasks)
+    assert [reply.first_token for reply in replies] == [expected_tokens(prompt, 0, 1)[0] for prompt in prompts]
+    assert [reply.num_cached_tokens for reply in replies] == [0, 20, 20, 20]
+    assert sum(size for step in host.engine.steps for _, size in step) == 22 + 3 * 2
     await cluster.stop()
 
 
