@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import time
+import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -49,10 +50,13 @@ def load_cases(reference: Reference) -> list[Case]:
 
 @dataclass
 class Load:
-    """Clients that ask one request after the other until told to stop; what each got, and for which case."""
+    """Clients that ask one request after the other until told to stop; what each got, and for which case. Each case is new to
+    the cluster at first and known the second time; always new when is_cold."""
 
     url: str
     cases: list[Case]
+    is_cold: bool = False
+    salt: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
     results: list[tuple[Case, Answer]] = field(default_factory=list)
     is_stopping: bool = False
     news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -61,9 +65,10 @@ class Load:
         index = number
         while not self.is_stopping:
             case = self.cases[index % len(self.cases)]
+            salt = f"{self.salt}-{index if self.is_cold else index // (2 * len(self.cases))}"
             begin_s = time.monotonic()
             try:
-                answer = await ask(http, self.url, case, stream=index % 2 == 0)
+                answer = await ask(http, self.url, case, stream=index % 2 == 0, cache_salt=salt)
             except (aiohttp.ClientError, ConnectionError) as error:
                 answer = Answer(ROUTER_GONE, error={"message": repr(error)}, seconds=time.monotonic() - begin_s)
                 await asyncio.sleep(0.2)  # a client's own pause before it connects again
@@ -151,7 +156,7 @@ async def test_of_decode_workers(mortal_cluster: Cluster, reference: Reference, 
     async with Watch(mortal_cluster.nats_url) as watch:
         await watch.until_complete()
         preprocess = psutil.Process(watch.of("preprocess").resources.pid)
-        load = Load(mortal_cluster.url, [case for case in load_cases if case.pictures()])
+        load = Load(mortal_cluster.url, [case for case in load_cases if case.pictures()], is_cold=True)
         killed: set[int] = set()
 
         def kill() -> None:
@@ -229,8 +234,8 @@ async def test_after_all_of_that_sigterm_lets_an_admitted_stream_finish(mortal_c
     cluster = mortal_cluster
     case = chat("A long story, please.", max_tokens=MAX_OUTPUT_TOKENS)
     async with session() as http:
-        undisturbed = await ask(http, cluster.url, case, stream=True)
-        asking = asyncio.create_task(ask(http, cluster.url, case, stream=True))
+        undisturbed = await ask(http, cluster.url, case, stream=True, cache_salt="undisturbed")
+        asking = asyncio.create_task(ask(http, cluster.url, case, stream=True, cache_salt="disturbed"))
         async with Watch(cluster.nats_url) as watch:
             await watch.until(
                 lambda beats: any(load.num_running for beat in beats.values() for load in beat.loads if load.stage == "decode"),
