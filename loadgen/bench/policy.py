@@ -63,8 +63,8 @@ class Scale:
     policies: tuple[str, ...] = POLICIES
 
 
-# Simulated: at these rates a burst of pictures is about what eight instances can do, and image-light nearly so
-FULL = Scale({BURSTS: Part(3.0, 300.0), LIGHT: Part(8.0, 100.0)}, 2.5, SEEDS)
+# Chosen so that a burst of pictures (of seven tiles each) is about what eight instances can do
+FULL = Scale({BURSTS: Part(0.9, 300.0), LIGHT: Part(3.5, 100.0)}, 4.0, SEEDS)
 QUICK = Scale({BURSTS: Part(1.0, 70.0), LIGHT: Part(1.0, 20.0)}, 10.0, SEEDS[:1], ("monolith", "triptych"))
 
 

@@ -81,7 +81,7 @@ def refuse_if_late(calls: StageCalls, prompt: Prompt, pictures: Pictures, cached
     stages = [StageWork(book.views("prefill"), work.num_tokens - num_cached)]
     if pictures.need_room:
         stages.append(StageWork(book.views("encoder"), pictures.num_needed_tokens))
-    admission = admit(stages, target_s)
+    admission = admit(stages, target_s, calls.parts.limits.longest_slo_ttft_s)
     _log.debug("admission", reason=admission.reason, request_id=calls.request_id)
     if admission.retry_after_s is not None:
         raise Overloaded(

@@ -51,6 +51,11 @@ class Limits:
     slo_ttft_text_s: float = 0.0
     slo_ttft_picture_s: float = 0.0
 
+    @property
+    def longest_slo_ttft_s(self) -> float:
+        """Of all classes of requests."""
+        return max(self.slo_ttft_text_s, self.slo_ttft_picture_s)
+
     def slo_ttft_s(self, job: Job) -> float | None:
         """From a request's arrival until its first token is due; None: there is no such target."""
         own = self.slo_ttft_picture_s if job.sources else self.slo_ttft_text_s

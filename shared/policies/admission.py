@@ -31,19 +31,20 @@ class Admission:
     reason: str
 
 
-def admit(stages: Sequence[StageWork], target_s: float | None) -> Admission:
+def admit(stages: Sequence[StageWork], target_s: float | None, longest_target_s: float = 0.0) -> Admission:
     """By the sum of its stages, each by the candidate that would be done first; a stage without candidates is somebody else's
     to refuse. A request is never refused for its own size: only when it would wait, and then too long.
 
     Args:
         target_s: until its first token; None: no promise, it is let in.
+        longest_target_s: of any class of requests: those with shorter ones overtake them, so as much may wait.
     """
     waits_s = [_soonest_s(stage, 0) for stage in stages]
     predicted_s = sum(_soonest_s(stage, stage.num_tokens) for stage in stages)
     predicted = f"first token in {predicted_s:.3f} s, {sum(waits_s):.3f} s of them waiting"
     if target_s is None:
         return Admission(None, predicted_s, f"{predicted}; no target")
-    allowed_s = REFUSE_FACTOR * target_s
+    allowed_s = REFUSE_FACTOR * max(target_s, longest_target_s)
     excess_s = min(predicted_s - allowed_s, sum(waits_s))
     if excess_s <= 0:
         return Admission(None, predicted_s, f"{predicted}; {allowed_s:.3f} s allowed")

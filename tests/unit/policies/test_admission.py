@@ -26,6 +26,12 @@ def test_a_long_queue_refuses_until_it_has_shrunk() -> None:
     assert "9.500 s of them waiting" in refused.reason
 
 
+def test_who_overtakes_is_not_refused_for_what_it_overtakes() -> None:
+    work = [StageWork([view("a", tokens=9500, pace=1000.0)], 500)]
+    assert admit(work, 1.0, longest_target_s=5.0).retry_after_s is None
+    assert admit(work, 1.0, longest_target_s=4.0).retry_after_s == 2
+
+
 def test_nobody_is_refused_for_their_own_size() -> None:
     assert admit([StageWork([view("a", pace=1000.0)], 50_000)], 1.0).retry_after_s is None
     assert admit([StageWork([view("a", tokens=200, pace=1000.0)], 50_000)], 1.0).retry_after_s == 1
