@@ -13,7 +13,7 @@ from triptych.services.router.cached_parts import CachedParts
 from triptych.services.router.job import Job
 from triptych.services.router.picture_stages import Picture, PictureStages
 from triptych.services.router.stage_calls import StageCalls
-from triptych.shared.errors import TriptychError
+from triptych.shared.errors import InstanceLost, TriptychError
 from triptych.shared.image_info import ImageInfo
 from triptych.shared.messages import Accepted, EmbeddingsReady, InstanceId, PlacedImage, TensorRef
 from triptych.shared.policies.pace import Pace
@@ -204,7 +204,8 @@ class Pictures:
         if task.cancelled() or task.exception() is not None or (embeddings := task.result()) is None:
             return
         ready = EmbeddingsReady(self._calls.request_id, picture.index, embeddings)
-        await self._calls.ask(instance_id, ready, Accepted)
+        with suppress(InstanceLost):  # then prefill's own answer tells, or it needed no embeddings and is done
+            await self._calls.ask(instance_id, ready, Accepted)
 
 
 def most_telling(errors: BaseExceptionGroup[BaseException]) -> BaseException:

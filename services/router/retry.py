@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
@@ -48,6 +49,7 @@ async def run_request(parts: Parts, job: Job, record: RequestRecord) -> AsyncGen
                     yield piece
             return
         except InstanceLost as error:
+            _raise_if_cancelled()
             _log.info("an attempt failed", request_id=attempt.request_id, code=error.code, instance_id=error.instance_id)
             if is_out:
                 raise
@@ -59,6 +61,14 @@ async def run_request(parts: Parts, job: Job, record: RequestRecord) -> AsyncGen
                 raise _given_up(parts, record) from error
         finally:
             parts.release(attempt.request_id, attempt.touched)
+
+
+def _raise_if_cancelled() -> None:
+    """A task group that is cancelled while something in it fails raises the failure alone (Python 3.11, 3.12): the client that
+    left must not get another attempt."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 def _given_up(parts: Parts, record: RequestRecord) -> TriptychError:

@@ -363,3 +363,21 @@ async def test_reasons_are_told(world: World) -> None:
     world.add_all()
     body = succeeded(await world.ask([picture("a"), words()], headers=TRACE))
     assert all(stage["reason"] for stage in body["triptych"]["stages"])
+
+
+async def test_a_client_that_leaves_while_an_attempt_fails_gets_no_other(world: World) -> None:
+    """Its pictures' stages fail as they are cancelled."""
+    stages = world.add_all()
+
+    async def fail_when_cancelled(_request: EncodeRequest) -> Any:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise InstanceLost("gone", code="request_released") from None
+
+    stages["encoder"].hooks[EncodeRequest] = fail_when_cancelled
+    asking = asyncio.create_task(world.ask([picture("a"), words()]))
+    await until(lambda: bool(stages["encoder"].seen), "it is being encoded")
+    asking.cancel()
+    await until(lambda: not world.router._inflight, "the router let go of it")
+    assert len(stages["encoder"].seen) == 1
