@@ -309,3 +309,16 @@ async def test_a_server_that_is_not_there_yet(valkey: OwnValkey) -> None:
     await valkey.start_again()
     await until_found(index, Found({ONE: 10}))
     await index.close()
+
+
+async def test_whoever_asks_can_be_cancelled_at_any_moment(shared: RedisIndex) -> None:
+    """A client that leaves cancels what its request waits for."""
+    for question in (lambda: shared.identify([b"f" * 32] * 4), lambda: shared.lookup([b"k" * 32] * 20, [b"m" * 32])):
+        for num_turns in range(30):
+            asking = asyncio.ensure_future(question())
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            if not asking.done():
+                asking.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await asking
