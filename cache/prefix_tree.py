@@ -1,6 +1,6 @@
 """Which KV blocks of one instance hold which prefixes. Pure: counting block ids, freeing and copying them is the caller's.
 
-A block key commits to all that comes before it (keys.py), so the tree is a table of keys. It is kept in order of use with
+A block key commits to all that comes before it (block_keys.py), so the tree is a table of keys. It is kept in order of use with
 each block behind its children: whoever touches a path touches its last block first. So the first of all is always the
 least recently used leaf, and every operation takes constant time for each block that it returns.
 """

@@ -1,6 +1,6 @@
 """What the KV blocks of one instance hold, so that a prompt which begins like an earlier one is not computed again.
 
-Blocks are kept by their keys (cache/keys.py) once they are full, until others are wanted (KvBlocks.allocate). Whoever holds a
+Blocks are kept by their keys (block_keys.py) once they are full, until others are wanted (KvBlocks.allocate). Whoever holds a
 kept block holds all those before it: `add` sees to that. So what the cache alone holds is never followed by a block that is
 in use, and all of it can be evicted, last blocks first. Belongs to the instance, whatever its roles are. Event loop only.
 """
@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence as Seq
 
+from triptych.cache.block_keys import BlockChain, ImagePlace, prompt_chain, root_key, unpack_keys
 from triptych.cache.index import CacheIndex
-from triptych.cache.keys import BlockChain, ImagePlace, prompt_chain, root_key, unpack_keys
 from triptych.cache.prefix_tree import PrefixTree
 from triptych.shared.engine.api import Engine, Sequence
 from triptych.shared.engine.kv_blocks import KvBlocks

@@ -83,7 +83,7 @@ class KvRef(msgspec.Struct, frozen=True):
     num_kv_heads, head_dim]; the first num_computed_tokens slots are valid. `layout` must equal the puller's own.
     position_delta is added to a token's index to get its rotary position (multimodal rotary positions run behind).
     block_keys: what the first block's digest is a digest of and those of the full blocks, one after another, and key_tail: what
-    the unfinished block holds (BlockChain in cache/keys.py); both empty when there are too many for a message, or nothing is
+    the unfinished block holds (cache/block_keys.py); both empty when there are too many for a message, or nothing is
     cached: then the blocks are not cached where they go either."""
 
     tensor: TensorRef

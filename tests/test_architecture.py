@@ -23,7 +23,7 @@ MAY_IMPORT = {
 }
 ROLES = {"encoder", "prefill", "decode"}
 STAGES = ROLES | {"router", "preprocess", "scaler"}
-PURE = ["shared/policies/**/*.py", "shared/cost_model/*.py", "cache/keys.py", "cache/prefix_tree.py", "cache/pool.py"]
+PURE = ["shared/policies/**/*.py", "shared/cost_model/*.py", "cache/*keys.py", "cache/prefix_tree.py", "cache/pool.py"]
 IMPURE = {"asyncio", "fastapi", "nats", "redis", "torch", "time", "random", "os", "socket", "httpx", "aiohttp", "threading"}
 TORCH_FREE = [  # the control plane, and what emulated instances run: the very roles and stores of real ones
     "services/cli.py",

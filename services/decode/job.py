@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from triptych.cache.keys import BlockChain
+from triptych.cache.block_keys import BlockChain
 from triptych.shared.engine.api import Sequence
 from triptych.shared.messages import DecodeRequest, InstanceId, StageTime
 from triptych.shared.sampling_params import TokenLogprobs

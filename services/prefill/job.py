@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from triptych.cache.keys import BlockChain
+from triptych.cache.block_keys import BlockChain
 from triptych.services.prefill.inputs import PromptInputs
 from triptych.shared.engine.api import Sequence
 

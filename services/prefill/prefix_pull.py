@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import structlog
 
-from triptych.cache.keys import KEY_BYTES, MAX_PACKED_KEYS_BYTES, pack_keys
+from triptych.cache.block_keys import MAX_PACKED_KEYS_BYTES, pack_keys
+from triptych.cache.keys import KEY_BYTES
 from triptych.services.host_context import HostContext
 from triptych.services.prefill.job import PulledBlocks
 from triptych.shared.errors import TriptychError

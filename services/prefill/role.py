@@ -9,7 +9,7 @@ import asyncio
 import math
 import time
 
-from triptych.cache.keys import ImagePlace
+from triptych.cache.block_keys import ImagePlace
 from triptych.services.host_context import HostContext
 from triptych.services.prefill.batch import PrefillBatch
 from triptych.services.prefill.checks import check_request, token_ids_of

@@ -7,8 +7,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from triptych.cache.block_keys import MAX_PACKED_KEYS_BYTES, BlockChain, root_key
 from triptych.cache.index import CacheIndex
-from triptych.cache.keys import KEY_BYTES, MAX_PACKED_KEYS_BYTES, BlockChain, root_key
+from triptych.cache.keys import KEY_BYTES
 from triptych.cache.known_files import KnownFiles
 from triptych.services.router.prompt import Prompt
 from triptych.shared.checkpoint import ImageOptions

@@ -21,8 +21,9 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from triptych.cache.block_keys import ImagePlace, prompt_chain, root_key
 from triptych.cache.index import CacheIndex, MemoryIndex
-from triptych.cache.keys import ImagePlace, file_key, mm_hash, prompt_chain, root_key
+from triptych.cache.keys import file_key, mm_hash
 from triptych.services.router.app import RouterService
 from triptych.shared.bus import Bus
 from triptych.shared.checkpoint import open_checkpoint

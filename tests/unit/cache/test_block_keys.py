@@ -13,18 +13,16 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
-from triptych.cache.keys import (
-    KEY_BYTES,
+from triptych.cache.block_keys import (
     MAX_PACKED_KEYS_BYTES,
     BlockChain,
     ImagePlace,
-    file_key,
-    mm_hash,
     pack_keys,
     prompt_chain,
     root_key,
     unpack_keys,
 )
+from triptych.cache.keys import KEY_BYTES, file_key, mm_hash
 
 BLOCK = 4
 ROOT = root_key("rev", BLOCK)

@@ -9,7 +9,7 @@ import pytest
 
 from support.fake_cluster import FakeCluster, error_of, text_request
 from support.fake_engine import FakeEngine, expected_tokens
-from triptych.cache.keys import BlockChain
+from triptych.cache.block_keys import BlockChain
 from triptych.services.decode import preempted
 from triptych.services.decode.job import DecodeJob
 from triptych.shared.messages import InstanceId, KvRef, PrefillReply, PrefillRequest, PrefixSource

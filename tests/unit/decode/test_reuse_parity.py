@@ -13,7 +13,7 @@ import torch
 
 from support.fake_cluster import ROUTER, WAIT_S, FakeCluster, image_info, prompt_of
 from support.fake_engine import FakeEngine, embedding_of, expected_tokens
-from triptych.cache.keys import ImagePlace
+from triptych.cache.block_keys import ImagePlace
 from triptych.shared.errors import CACHE_MISS, InstanceLost
 from triptych.shared.image_info import ImageInfo
 from triptych.shared.messages import (

@@ -11,8 +11,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from triptych.cache.block_keys import ImagePlace, prompt_chain, root_key
 from triptych.cache.index import MemoryIndex
-from triptych.cache.keys import ImagePlace, prompt_chain, root_key
 from triptych.cache.known_files import KnownFiles
 from triptych.services.router.cached_parts import Cache, CachedParts, UnifiedSequence
 from triptych.services.router.prompt import Prompt, expand
