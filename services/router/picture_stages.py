@@ -80,7 +80,8 @@ class PictureStages:
         """Set its image, and its pixels where it had to be decoded for that. Raises TriptychError."""
         while picture.image is None:
             try:
-                await self._preprocess(picture, self.may_skip_decode)
+                is_asked_for = picture.file_key is not None  # by us, already
+                await self._preprocess(picture, self.may_skip_decode and not is_asked_for)
                 picture.is_new = picture.pixels is not None
             except InstanceLost as error:
                 self._note_lost(picture, error)

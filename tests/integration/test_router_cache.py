@@ -76,6 +76,7 @@ async def test_a_repeated_request_only_computes_its_last_block(world: World) -> 
     content = [picture("a"), picture("b"), words()]
     assert cached_tokens(await world.ask(content)) == 0
     assert seen(stages, "preprocess", "encoder", "prefill") == [2, 2, 1]
+    assert not any(request.may_skip_decode for request in stages["preprocess"].seen), "the router has asked already"
     num_trips, num_uploads = world.index.counters.num_round_trips, world.num_media
     cached = cached_tokens(await world.ask(content))
     assert seen(stages, "preprocess", "encoder", "prefill") == [2, 2, 2]
