@@ -86,10 +86,9 @@ class EncodeBatch:
         self._batch, self._queue = [], []
 
     def _take_batch(self) -> list[EncodeJob]:
-        tokens_per_s = self.rate.tokens_per_s
         waiting = [job for job in self._queue if not job.result.done()]  # without the cancelled
         for job in waiting:
-            job.work_s = job.image.num_tokens / tokens_per_s if tokens_per_s else 0.0
+            job.work_s = self.rate.time_s(job.image.num_tokens)
         waiting = self._context.policies.queue_order(waiting, time.monotonic())
         sizes = [job.image.num_tokens for job in waiting[:MAX_BATCH_IMAGES]]
         num_taken = num_to_batch(sizes, self._context.settings.max_encode_tokens)

@@ -83,9 +83,8 @@ class PrefillBatch:
             self._end(job, error)
 
     def _in_order(self, jobs: list[PrefillJob]) -> list[PrefillJob]:
-        tokens_per_s = self.rate.tokens_per_s
         for job in jobs:
-            job.work_s = job.num_pending_tokens / tokens_per_s if tokens_per_s else 0.0
+            job.work_s = self.rate.time_s(job.num_pending_tokens)
         return self._context.policies.queue_order(jobs, time.monotonic())
 
     def _admit(self) -> None:

@@ -107,7 +107,7 @@ class RouterService:
             self._settings.slo_ttft_text_s,
             self._settings.slo_ttft_picture_s,
         )
-        routing = Routing(policy_set(self._settings.policy), book, attends_to_all(self._settings))
+        routing = Routing(policy_set(self._settings.policy), book)
         parts = Parts(
             router_id=context.instance_id,
             bus=context.bus,
@@ -136,7 +136,7 @@ class RouterService:
             image=checkpoint.image,
             model_revision=checkpoint.revision,
             block_size=self._settings.block_size,
-            attends_to_all=routing.attends_to_all,
+            attends_to_all=attends_to_all(self._settings),
         )
 
     async def handle(self, request: InstanceRequest) -> Message | None:

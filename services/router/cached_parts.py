@@ -22,7 +22,8 @@ MAX_KEYS = MAX_PACKED_KEYS_BYTES // KEY_BYTES  # as many blocks are pulled from 
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """What all requests of a router share. model_revision, block_size: the keys depend on them. attends_to_all: see Routing."""
+    """What all requests of a router share. model_revision, block_size: the keys depend on them. attends_to_all: pictures are
+    seen by cross-attention, from before them too."""
 
     index: CacheIndex
     files: KnownFiles

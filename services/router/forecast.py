@@ -48,13 +48,13 @@ def probable_prefill(calls: StageCalls, work: PromptWork) -> InstanceId | None:
 
 def overlap_verdict(calls: StageCalls, prompt: ExpandedPrompt, pictures: Pictures, cached: CachedParts) -> Verdict:
     """Whether the prompt goes to prefill before its missing pictures are encoded. All are known."""
-    routing, now_s = calls.parts.routing, time.monotonic()
+    parts, now_s = calls.parts, time.monotonic()
     missing = pictures.missing
-    if not missing or not (candidates := routing.book.views("prefill")):
+    if not missing or not (candidates := parts.book.views("prefill")):
         return NOTHING_TO_OVERLAP
     pace, num_cached = Pace.of(candidates), cached.num_cached
     likely = min(candidates, key=pace.wait_s)
-    decoding = [one.num_requests for one in routing.book.views("decode") if one.instance_id == likely.instance_id]
+    decoding = [one.num_requests for one in parts.book.views("decode") if one.instance_id == likely.instance_id]
     view = OverlapView(
         num_tokens=len(prompt.token_ids) - num_cached,
         tokens_per_s=pace.tokens_per_s,
@@ -64,9 +64,9 @@ def overlap_verdict(calls: StageCalls, prompt: ExpandedPrompt, pictures: Picture
             for one in missing
         ],
         num_others=likely.num_requests + sum(decoding),
-        attends_to_all=routing.attends_to_all,
+        attends_to_all=parts.cache.attends_to_all,
     )
-    verdict = routing.policies.overlap(view)
+    verdict = parts.routing.policies.overlap(view)
     _log.debug("overlap", is_yes=verdict.is_yes, reason=verdict.reason, request_id=calls.request_id)
     return verdict
 

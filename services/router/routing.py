@@ -22,11 +22,10 @@ def _turns() -> dict[str, Iterator[int]]:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """What all attempts of a router share. attends_to_all: pictures are seen by cross-attention, from before them too."""
+    """What all attempts of a router share."""
 
     policies: PolicySet
     book: LoadBook
-    attends_to_all: bool = False
     turns: Mapping[str, Iterator[int]] = field(default_factory=_turns)
 
 

@@ -17,6 +17,11 @@ class Rate:
         """0 before anything was computed."""
         return self._num_tokens / self._spent_s if self._spent_s > 0 else 0.0
 
+    def time_s(self, num_tokens: int) -> float:
+        """What so many tokens take; 0 before anything was computed."""
+        tokens_per_s = self.tokens_per_s
+        return num_tokens / tokens_per_s if tokens_per_s else 0.0
+
     def note(self, num_tokens: int, spent_s: float) -> None:
         """A step computed so many tokens."""
         kept = max(1.0 - spent_s / MEMORY_S, 0.0)

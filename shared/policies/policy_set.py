@@ -40,6 +40,7 @@ class PolicySet:
 
 
 ALL_STAGES: frozenset[Role] = frozenset(("encoder", "prefill", "decode"))
+ENCODES_WHERE_IT_PREFILLS = RoutingRules(coupled=frozenset(("encoder", "prefill")))
 UNIFIED = CacheRules(keeps_kv=True, keeps_embeddings=True)
 COLOCATED = Placement({"instance": 1})
 PROMPT_DECODE = Placement({"prompt": 0.5, "decode": 0.5})  # encoding is a part of prefill, as in DistServe's split
@@ -52,15 +53,15 @@ POLICY_SETS = {
     # coupled servers as they are today: caches of their own, first come first served, one of them for a whole request
     "monolith_rr": PolicySet(COLOCATED, RoutingRules(coupled=ALL_STAGES, is_in_turn=True), cache=UNIFIED),
     "monolith": PolicySet(COLOCATED, RoutingRules(coupled=ALL_STAGES), cache=UNIFIED),
-    "pd_static": PolicySet(PROMPT_DECODE, RoutingRules(coupled=frozenset(("encoder", "prefill")))),
+    "pd_static": PolicySet(PROMPT_DECODE, ENCODES_WHERE_IT_PREFILLS),
     "static": PolicySet(STAGES),
     # ModServe's ablations: stages apart; then scheduled by their SLOs; then routed by their load
     "modserve_decoup": PolicySet(IMAGE_TEXT, RoutingRules(is_in_turn=True)),
     "modserve_sched": PolicySet(IMAGE_TEXT, RoutingRules(is_in_turn=True), by_slack),
     "modserve": PolicySet(IMAGE_TEXT, queue_order=by_slack),
     # ElasticMM's: encoding blocks prefill; then what is cached is not computed; then encoders of their own
-    "elasticmm_emp": PolicySet(PROMPT_DECODE, RoutingRules(coupled=frozenset(("encoder", "prefill")))),
-    "elasticmm_unicache": PolicySet(PROMPT_DECODE, RoutingRules(coupled=frozenset(("encoder", "prefill"))), cache=UNIFIED),
+    "elasticmm_emp": PolicySet(PROMPT_DECODE, ENCODES_WHERE_IT_PREFILLS),
+    "elasticmm_unicache": PolicySet(PROMPT_DECODE, ENCODES_WHERE_IT_PREFILLS, cache=UNIFIED),
     "elasticmm": PolicySet(STAGES, cache=UNIFIED),
     # ours, without overlap, and without cache
     "triptych": TRIPTYCH,

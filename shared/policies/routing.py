@@ -112,7 +112,7 @@ def choose_prefill(candidates: Sequence[StageView], prompt: PromptWork) -> Choic
     if not candidates:
         return None
     pace = Pace.of(candidates)
-    plans = [_plan(view, prompt, pace.at(view)) for view in _with_room(candidates, prompt.num_blocks)]
+    plans = [_plan(view, prompt, pace) for view in _with_room(candidates, prompt.num_blocks)]
     best = min(plans, key=lambda plan: (plan.first_token_s + plan.disturbs_s, *_tie(plan.view)))
     return Choice(best.view.instance_id, best.reason(len(candidates)), best.num_cached_tokens, best.pull_from)
 
@@ -157,8 +157,9 @@ class _Plan:
         return f"first token first of {num_candidates} candidates: {waiting}, {self.first_token_s:.3f} s"
 
 
-def _plan(view: StageView, prompt: PromptWork, tokens_per_s: float) -> _Plan:
+def _plan(view: StageView, prompt: PromptWork, pace: Pace) -> _Plan:
     """With its own cached KV, or with a peer's longer one where pulling is quicker than computing."""
+    tokens_per_s = pace.at(view)
     num_cached, pull_from, pull_s = _usable(prompt, view.instance_id), None, 0.0
     if prompt.kv_costs is not None and prompt.prefixes:
         peer = max(sorted(prompt.prefixes), key=lambda holder: prompt.prefixes[holder])
@@ -167,8 +168,7 @@ def _plan(view: StageView, prompt: PromptWork, tokens_per_s: float) -> _Plan:
         if num_more > 0 and peer_s < num_more / tokens_per_s:
             num_cached, pull_from, pull_s = num_cached + num_more, peer, peer_s
     own_s = (prompt.num_tokens - num_cached) / tokens_per_s
-    waiting_s = view.other_s + view.num_pending_tokens / tokens_per_s
-    first_token_s = waiting_s + own_s + pull_s - prompt.saved_s.get(view.instance_id, 0.0)
+    first_token_s = pace.wait_s(view) + own_s + pull_s - prompt.saved_s.get(view.instance_id, 0.0)
     disturbs_s = max(own_s, MIN_DISTURBED_S) if view.encoded_ago_s < CALM_S else 0.0
     return _Plan(view, first_token_s, disturbs_s, num_cached, pull_from)
 

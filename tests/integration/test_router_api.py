@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from support.fake_stages import ANSWER, IMAGE_TOKENS, MODEL, World, events, text_of, until, write_toy_checkpoint
+from support.fake_stages import ANSWER, IMAGE_TOKENS, MODEL, World, events, text_of, until
 from triptych.services.router.api_types import ImageInput
 from triptych.services.router.app import NUM_WORKER_THREADS
 from triptych.services.router.data_url import ImageSource
@@ -37,19 +37,6 @@ from triptych.shared.messages import (
 
 PNG = b"\x89PNG-not-really"
 DATA_URL = "data:image/png;base64," + base64.b64encode(PNG).decode()
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_toy_checkpoint(tmp_path_factory.mktemp("toy") / MODEL)
-
-
-@pytest.fixture
-async def world(checkpoint: Path) -> AsyncIterator[World]:
-    """Every test must leave nothing behind."""
-    async with World(checkpoint, stage_wait_s=1.0) as made:
-        yield made
-        await made.settled()
 
 
 def picture(url: str = DATA_URL) -> dict[str, Any]:
@@ -324,8 +311,8 @@ async def test_routes_and_methods(world: World) -> None:
         assert error_of(response)["type"] == "invalid_request_error"
 
 
-async def test_context_length_counts_text_and_images(checkpoint: Path) -> None:
-    async with World(checkpoint, max_model_len=40, stage_wait_s=1.0) as world:
+async def test_context_length_counts_text_and_images(toy_checkpoint: Path) -> None:
+    async with World(toy_checkpoint, max_model_len=40, stage_wait_s=1.0) as world:
         stages = world.add_all()
         response = await world.ask([words("hi"), *[picture()] * 8])
         assert response.status_code == 400, response.text
@@ -336,8 +323,8 @@ async def test_context_length_counts_text_and_images(checkpoint: Path) -> None:
         await world.settled()
 
 
-async def test_a_body_over_the_bound_is_answered_before_it_is_read(checkpoint: Path) -> None:
-    async with World(checkpoint, max_body_bytes=2000, stage_wait_s=1.0) as world:
+async def test_a_body_over_the_bound_is_answered_before_it_is_read(toy_checkpoint: Path) -> None:
+    async with World(toy_checkpoint, max_body_bytes=2000, stage_wait_s=1.0) as world:
         reader, writer = await asyncio.open_connection(*world.url.removeprefix("http://").split(":"))
         writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 500000000\r\n\r\n{")
         head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
@@ -355,9 +342,9 @@ async def test_a_body_over_the_bound_is_answered_before_it_is_read(checkpoint: P
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
-async def test_a_body_that_does_not_arrive(checkpoint: Path, path: str) -> None:
+async def test_a_body_that_does_not_arrive(toy_checkpoint: Path, path: str) -> None:
     """A slow client does not keep a place inside for ever."""
-    async with World(checkpoint, body_timeout_s=0.2) as world:
+    async with World(toy_checkpoint, body_timeout_s=0.2) as world:
         reader, writer = await asyncio.open_connection(*world.url.removeprefix("http://").split(":"))
         writer.write(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{{".encode())
         head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
@@ -366,8 +353,8 @@ async def test_a_body_that_does_not_arrive(checkpoint: Path, path: str) -> None:
         await world.settled()
 
 
-async def test_tokenizing_is_bounded(checkpoint: Path) -> None:
-    async with World(checkpoint, max_inflight=1) as world:
+async def test_tokenizing_is_bounded(toy_checkpoint: Path) -> None:
+    async with World(toy_checkpoint, max_inflight=1) as world:
         _, writer = await asyncio.open_connection(*world.url.removeprefix("http://").split(":"))
         writer.write(b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
         await until(lambda: world.router._num_tokenizing == 1, "the first arrives")
@@ -379,8 +366,8 @@ async def test_tokenizing_is_bounded(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_bodies_are_bounded_in_sum_until_the_first_token(checkpoint: Path, stream: bool) -> None:
-    async with World(checkpoint, max_body_bytes=1500, body_store_bytes=1500, stage_wait_s=5) as world:
+async def test_bodies_are_bounded_in_sum_until_the_first_token(toy_checkpoint: Path, stream: bool) -> None:
+    async with World(toy_checkpoint, max_body_bytes=1500, body_store_bytes=1500, stage_wait_s=5) as world:
         stages = world.add_all()
         go = asyncio.Event()
 
@@ -520,8 +507,8 @@ async def test_a_bug_in_a_stage_is_a_500_that_clients_do_not_retry(world: World)
     assert len(stages["prefill"].seen) == 1
 
 
-async def test_too_many_inside(checkpoint: Path) -> None:
-    async with World(checkpoint, max_inflight=1, stage_wait_s=5) as world:
+async def test_too_many_inside(toy_checkpoint: Path) -> None:
+    async with World(toy_checkpoint, max_inflight=1, stage_wait_s=5) as world:
         stages = world.add_all()
         go = asyncio.Event()
 
@@ -540,9 +527,9 @@ async def test_too_many_inside(checkpoint: Path) -> None:
         await world.settled()
 
 
-async def test_slow_senders_do_not_keep_others_out(checkpoint: Path) -> None:
+async def test_slow_senders_do_not_keep_others_out(toy_checkpoint: Path) -> None:
     """A place inside is taken when the body is there; those that are still arriving have a bound of their own."""
-    async with World(checkpoint, max_inflight=2) as world:
+    async with World(toy_checkpoint, max_inflight=2) as world:
         world.add_all()
         writers = []
         for _ in range(7):
@@ -576,8 +563,8 @@ async def test_no_encoder_refuses_pictures_but_not_text(world: World) -> None:
     assert picture_answer.headers["retry-after"]
 
 
-async def test_a_stage_that_comes_back_in_time(checkpoint: Path) -> None:
-    async with World(checkpoint, stage_wait_s=10.0) as world:
+async def test_a_stage_that_comes_back_in_time(toy_checkpoint: Path) -> None:
+    async with World(toy_checkpoint, stage_wait_s=10.0) as world:
         stages = world.add_all()
         stages["encoder"].die()
         asking = asyncio.create_task(world.ask([picture()]))
@@ -605,10 +592,10 @@ async def test_a_full_instance_means_another_one(world: World) -> None:
     assert len(stages["prefill"].seen) > 2, "it is asked again until stage_wait_s is over"
 
 
-async def test_a_store_too_small_for_all_at_once(checkpoint: Path) -> None:
+async def test_a_store_too_small_for_all_at_once(toy_checkpoint: Path) -> None:
     """Eight requests of three pictures need 24 places, of which there are four. Whoever holds one or two and waits for the
     rest must let go some time, and all are answered in the end, each on an attempt that was not refused."""
-    async with World(checkpoint, stage_wait_s=1.0, policy="static") as world:
+    async with World(toy_checkpoint, stage_wait_s=1.0, policy="static") as world:
         stages = world.add_all()
         encoder, held = stages["encoder"], Counter[RequestId]()
 
@@ -760,8 +747,8 @@ async def test_a_request_that_kills_whatever_it_touches_is_not_tried_for_ever(wo
     assert len(killed) == world.settings.max_attempts == len(set(killed))
 
 
-async def test_the_deadline(checkpoint: Path) -> None:
-    async with World(checkpoint, request_timeout_s=0.3, stage_wait_s=10) as world:
+async def test_the_deadline(toy_checkpoint: Path) -> None:
+    async with World(toy_checkpoint, request_timeout_s=0.3, stage_wait_s=10) as world:
         stages = world.add_all()
 
         async def hang(_request: Any) -> Any:

@@ -5,7 +5,6 @@ attempt at most.
 from __future__ import annotations
 
 import asyncio
-import base64
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from support.fake_stages import ANSWER, IMAGE_TOKENS, MODEL, FakeStage, World, until, write_toy_checkpoint
+from support.fake_stages import ANSWER, IMAGE_TOKENS, TEXT, FakeStage, World, picture, until, words
 from triptych.cache.index import CacheIndex
 from triptych.cache.redis_index import RedisIndex
 from triptych.shared.errors import CACHE_MISS, InstanceLost
@@ -21,34 +20,18 @@ from triptych.shared.http_host import listening_socket
 from triptych.shared.instance_info import StageLoad
 from triptych.shared.messages import EncodeRequest, PrefillRequest, PreprocessRequest
 
-TEXT = "Please describe what there is to see in it, in one sentence. "  # more tokens than a block
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_toy_checkpoint(tmp_path_factory.mktemp("toy") / MODEL)
-
 
 @pytest.fixture
-async def world(checkpoint: Path) -> AsyncIterator[World]:
+async def world(toy_checkpoint: Path) -> AsyncIterator[World]:
     """Every test must leave nothing behind."""
-    async with World(checkpoint, stage_wait_s=1.0, block_size=4) as made:
+    async with World(toy_checkpoint, stage_wait_s=1.0, block_size=4) as made:
         made.is_caching = True
         yield made
         await made.settled()
 
 
-def picture(name: str) -> dict[str, Any]:
-    content = base64.b64encode(f"picture {name}".encode()).decode()
-    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{content}"}}
-
-
 def at_url(name: str) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": f"http://pictures.test/{name}.png"}}
-
-
-def words(text: str = TEXT) -> dict[str, Any]:
-    return {"type": "text", "text": text}
 
 
 def cached_tokens(response: httpx.Response) -> int:
@@ -160,8 +143,8 @@ async def test_tenants_share_nothing(world: World) -> None:
     assert {request.cache_salt for request in stages["prefill"].seen} == {b"one", b"two", b""}
 
 
-async def test_a_policy_without_a_cache_asks_nothing(checkpoint: Path) -> None:
-    async with World(checkpoint, policy="static", block_size=4) as world:
+async def test_a_policy_without_a_cache_asks_nothing(toy_checkpoint: Path) -> None:
+    async with World(toy_checkpoint, policy="static", block_size=4) as world:
         world.is_caching = True
         stages = world.add_all()
         for _ in range(2):
@@ -244,9 +227,9 @@ async def test_embeddings_that_are_gone_are_made_again(world: World) -> None:
     assert "triptych_request_cache_stale_total 1.0" in (await world.http.get("/metrics")).text
 
 
-async def test_kv_that_is_gone_costs_one_attempt_that_is_none(checkpoint: Path) -> None:
+async def test_kv_that_is_gone_costs_one_attempt_that_is_none(toy_checkpoint: Path) -> None:
     """Of max_attempts not one is left for it."""
-    async with World(checkpoint, max_attempts=1, block_size=4) as world:
+    async with World(toy_checkpoint, max_attempts=1, block_size=4) as world:
         world.is_caching = True
         stages = world.add_all()
         content = [picture("a"), words()]
@@ -282,10 +265,10 @@ async def test_what_a_dead_instance_held_is_not_believed(world: World) -> None:
     assert seen(stages, "encoder", "prefill") == [1, 1]
 
 
-async def test_without_redis_nothing_is_lost_nor_much_delayed(checkpoint: Path) -> None:
+async def test_without_redis_nothing_is_lost_nor_much_delayed(toy_checkpoint: Path) -> None:
     with listening_socket("127.0.0.1", 0) as nobody:
         index: CacheIndex = RedisIndex(f"redis://127.0.0.1:{nobody.getsockname()[1]}", "revision", 60)
-        async with World(checkpoint, index=index, block_size=4) as world:
+        async with World(toy_checkpoint, index=index, block_size=4) as world:
             world.add_all()
             for _ in range(6):
                 assert (await world.ask([picture("a"), words()])).status_code == 200

@@ -13,31 +13,26 @@ import httpx
 import msgspec
 import pytest
 
-from support.fake_stages import ANSWER, MODEL, FakeStage, World, events, text_of, until, write_toy_checkpoint
+from support.fake_stages import ANSWER, MODEL, FakeStage, World, events, text_of, until
 from support.raw_client import RawClient
 from triptych.services.router.responses import ChatBodies
 from triptych.shared.errors import InstanceLost, InternalError
 from triptych.shared.messages import Accepted, DecodeRequest, Message, PrefillReply, PrefillRequest
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_toy_checkpoint(tmp_path_factory.mktemp("toy") / MODEL)
-
-
 @pytest.fixture
-async def world(checkpoint: Path) -> AsyncIterator[World]:
+async def world(toy_checkpoint: Path) -> AsyncIterator[World]:
     """With all stages. Every test must leave nothing behind."""
-    async with World(checkpoint, stage_wait_s=1.0) as made:
+    async with World(toy_checkpoint, stage_wait_s=1.0) as made:
         made.add_all()
         yield made
         await made.settled()
 
 
 @pytest.fixture
-async def pinging(checkpoint: Path) -> AsyncIterator[World]:
+async def pinging(toy_checkpoint: Path) -> AsyncIterator[World]:
     """As `world`; says something in every short silence."""
-    async with World(checkpoint, stage_wait_s=1.0, ping_interval_s=0.05) as made:
+    async with World(toy_checkpoint, stage_wait_s=1.0, ping_interval_s=0.05) as made:
         made.add_all()
         yield made
         await made.settled()
@@ -297,8 +292,8 @@ async def test_bad_plain_prompts(world: World, prompt: Any, stream: bool) -> Non
     assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
 
 
-async def test_a_plain_prompt_that_is_too_long(checkpoint: Path) -> None:
-    async with World(checkpoint, max_model_len=50) as world:
+async def test_a_plain_prompt_that_is_too_long(toy_checkpoint: Path) -> None:
+    async with World(toy_checkpoint, max_model_len=50) as world:
         world.add_all()
         response = await complete(world, "word " * 100)
         error = response.json()["error"]

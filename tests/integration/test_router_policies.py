@@ -5,43 +5,19 @@ and pictures that are lost.
 from __future__ import annotations
 
 import asyncio
-import base64
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from support.fake_stages import ANSWER, MODEL, FakeStage, World, until, write_toy_checkpoint
+from support.fake_stages import ANSWER, FakeStage, World, picture, until, words
 from triptych.shared.errors import InstanceLost, InternalError, Overloaded
 from triptych.shared.instance_info import StageLoad
 from triptych.shared.messages import EncodeRequest, PrefillRequest, PreprocessRequest
 
-TEXT = "Please describe what there is to see in it, in one sentence. "
 TRACE = {"X-Triptych-Trace": "1"}
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_toy_checkpoint(tmp_path_factory.mktemp("toy") / MODEL)
-
-
-@pytest.fixture
-async def world(checkpoint: Path) -> AsyncIterator[World]:
-    """Every test must leave nothing behind."""
-    async with World(checkpoint, stage_wait_s=1.0) as made:
-        yield made
-        await made.settled()
-
-
-def picture(name: str) -> dict[str, Any]:
-    content = base64.b64encode(f"picture {name}".encode()).decode()
-    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{content}"}}
-
-
-def words(text: str = TEXT) -> dict[str, Any]:
-    return {"type": "text", "text": text}
 
 
 def succeeded(response: httpx.Response) -> Any:
@@ -174,9 +150,9 @@ async def fail(_request: Any) -> Any:
 
 
 @pytest.mark.parametrize("policy", ["elasticmm", "triptych"])
-async def test_a_prompt_waits_where_nothing_is_gained(checkpoint: Path, policy: str) -> None:
+async def test_a_prompt_waits_where_nothing_is_gained(toy_checkpoint: Path, policy: str) -> None:
     """By its policy, or since there is one picture behind a short text."""
-    async with World(checkpoint, policy=policy) as world:
+    async with World(toy_checkpoint, policy=policy) as world:
         stages = world.add_all()
         load(stages["encoder"], "encoder", tokens_per_s=2.0)
         load(stages["prefill"], "prefill", tokens_per_s=1e6 if policy == "triptych" else 50.0)
@@ -210,8 +186,8 @@ async def test_encoders_get_pictures_in_the_order_of_the_prompt(world: World, mo
 # --- coupled stages ---------------------------------------------------------------------------------------------------------
 
 
-async def test_coupled_stages_share_an_instance(checkpoint: Path) -> None:
-    async with World(checkpoint, policy="monolith") as world:
+async def test_coupled_stages_share_an_instance(toy_checkpoint: Path) -> None:
+    async with World(toy_checkpoint, policy="monolith") as world:
         world.add("preprocess-0", "preprocess")
         instances = [world.add(f"all-{i}", "encoder", "prefill", "decode") for i in range(2)]
         landings = [Landing(instance) for instance in instances]
@@ -228,8 +204,8 @@ async def test_coupled_stages_share_an_instance(checkpoint: Path) -> None:
         await world.settled()
 
 
-async def test_in_turn(checkpoint: Path) -> None:
-    async with World(checkpoint, policy="monolith_rr") as world:
+async def test_in_turn(toy_checkpoint: Path) -> None:
+    async with World(toy_checkpoint, policy="monolith_rr") as world:
         world.add("preprocess-0", "preprocess")
         instances = [world.add(f"all-{i}", "encoder", "prefill", "decode") for i in range(3)]
         for _ in range(6):
@@ -239,8 +215,8 @@ async def test_in_turn(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("tell", [True, False])
-async def test_a_home_that_is_lost_means_another_attempt_elsewhere(checkpoint: Path, tell: bool) -> None:
-    async with World(checkpoint, policy="monolith", stage_wait_s=5.0) as world:
+async def test_a_home_that_is_lost_means_another_attempt_elsewhere(toy_checkpoint: Path, tell: bool) -> None:
+    async with World(toy_checkpoint, policy="monolith", stage_wait_s=5.0) as world:
         world.add("preprocess-0", "preprocess")
         first = world.add("all-0", "encoder", "prefill", "decode")
 
@@ -258,8 +234,8 @@ async def test_a_home_that_is_lost_means_another_attempt_elsewhere(checkpoint: P
         await world.settled()
 
 
-async def test_a_home_that_refuses_the_first_piece_is_left_for_another(checkpoint: Path) -> None:
-    async with World(checkpoint, policy="monolith") as world:
+async def test_a_home_that_refuses_the_first_piece_is_left_for_another(toy_checkpoint: Path) -> None:
+    async with World(toy_checkpoint, policy="monolith") as world:
         world.add("preprocess-0", "preprocess")
         full, other = (world.add(f"all-{i}", "encoder", "prefill", "decode") for i in range(2))
 
@@ -289,8 +265,8 @@ async def test_what_cannot_be_in_time_is_refused_at_once(world: World) -> None:
     assert without.slack_s is None
 
 
-async def test_targets_of_classes_and_slack_at_every_stage(checkpoint: Path) -> None:
-    async with World(checkpoint, slo_ttft_text_s=20, slo_ttft_picture_s=40) as world:
+async def test_targets_of_classes_and_slack_at_every_stage(toy_checkpoint: Path) -> None:
+    async with World(toy_checkpoint, slo_ttft_text_s=20, slo_ttft_picture_s=40) as world:
         stages = world.add_all()
         for content in ("text", [picture("a"), words()]):
             succeeded(await world.ask(content))

@@ -1,0 +1,24 @@
+"""What the tests of a router before stages without a model share."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from support.fake_stages import MODEL, World, write_toy_checkpoint
+
+
+@pytest.fixture(scope="session")
+def toy_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Not to be written to."""
+    return write_toy_checkpoint(tmp_path_factory.mktemp("toy") / MODEL)
+
+
+@pytest.fixture
+async def world(toy_checkpoint: Path) -> AsyncIterator[World]:
+    """Without stages. Every test must leave nothing behind."""
+    async with World(toy_checkpoint, stage_wait_s=1.0) as made:
+        yield made
+        await made.settled()
