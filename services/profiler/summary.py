@@ -59,13 +59,15 @@ def print_summary(profile: Profile, request: TypicalRequest, derived: Derived, c
 def _cost_table(profile: Profile) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("stage", no_wrap=True)
-    for name in ("a pass", "a token", "knee", "a sequence", "1000 of context", "1M pairs", "passes", "error", "95 %"):
+    costs = ("a pass", "of many", "a token", "knee", "a sequence", "1000 of context", "1M pairs")
+    for name in (*costs, "passes", "error", "95 %"):
         table.add_column(name, justify="right", no_wrap=True)
     for name, stage in profile.stages():
         costs = stage.costs
         table.add_row(
             name,
             duration(costs.fixed_s),
+            duration(costs.many_s),
             f"{duration(costs.token_s)} ({UNITS[name]})",
             f"{costs.knee_tokens:.0f}",
             *(duration(cost_s) for cost_s in (costs.sequence_s, 1e3 * costs.context_s, 1e6 * costs.pair_s)),

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from triptych.shared.cost_model.forms import PassCosts
+from triptych.shared.cost_model.forms import PassCosts, beyond_one
 from triptych.shared.cost_model.profile import FitError, StageProfile, TimedPass
 
 NUM_KNEES = 33  # chosen: steps of a quarter over the range below
@@ -52,8 +52,8 @@ def fit_pass(points: Sequence[TimedPass]) -> PassCosts:
     knees = [0.0, *np.geomspace(KNEE_RANGE[0], KNEE_RANGE[1] * largest, NUM_KNEES)]
     fits = [(knee, *_solve(_terms(points, knee) / seconds[:, None])) for knee in knees]
     knee, costs, _ = min(fits, key=lambda fit: fit[2])
-    fixed_s, token_s, sequence_s, pair_s, context_s = costs
-    return PassCosts(fixed_s, token_s, float(knee), sequence_s, pair_s, context_s)
+    fixed_s, token_s, sequence_s, pair_s, context_s, many_s = costs
+    return PassCosts(fixed_s, token_s, float(knee), sequence_s, pair_s, context_s, many_s)
 
 
 def fit_error(costs: PassCosts, points: Sequence[TimedPass]) -> FitError:
@@ -63,9 +63,18 @@ def fit_error(costs: PassCosts, points: Sequence[TimedPass]) -> FitError:
 
 
 def _terms(points: Sequence[TimedPass], knee_tokens: float) -> _Matrix:
-    """What each cost is multiplied with, a row for each point."""
+    """What each cost is multiplied with, a row for each point. Without a pass of one token, none says what many cost over it:
+    the fixed cost has it."""
+    has_one = any(point.work.num_tokens <= 1 for point in points)
     rows = [
-        (1.0, np.hypot(knee_tokens, work.num_tokens), work.num_sequences, work.num_pairs, work.num_context_tokens)
+        (
+            1.0,
+            np.hypot(knee_tokens, work.num_tokens),
+            work.num_sequences,
+            work.num_pairs,
+            work.num_context_tokens,
+            beyond_one(work.num_tokens) if has_one else 0.0,
+        )
         for work in (point.work for point in points)
     ]
     return np.array(rows, dtype=np.float64)

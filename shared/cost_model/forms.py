@@ -1,7 +1,7 @@
 """The one form that all costs have, whether measured on this machine or derived from published figures.
 
-A forward pass takes  fixed + sequence * S + token * hypot(knee, T) + pair * P + context * C  seconds: linear layers read
-their weights until T reaches the knee, where compute takes over (a smooth maximum of both); attention comes on top.
+A forward pass takes  fixed + many * (1 - 1/T) + sequence * S + token * hypot(knee, T) + pair * P + context * C  seconds: linear
+layers read their weights until T reaches the knee, where compute takes over (a smooth maximum of both); attention comes on top.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ class PassWork:
 @dataclass(frozen=True, slots=True)
 class PassCosts:
     """Coefficients of one stage, seconds each, none negative; knee_tokens: tokens at which reading weights and computing
-    take equally long, the memory-to-compute tipping point. A token costs token_s once the pass is far beyond the knee."""
+    take equally long, the memory-to-compute tipping point. A token costs token_s once the pass is far beyond the knee. many_s:
+    what products of a matrix with many tokens cost over that with one, on a CPU as much as reading the weights once more
+    (measured: two rows take MKL twice the time of one, eight hardly more than four)."""
 
     fixed_s: NotNegative
     token_s: NotNegative
@@ -38,6 +40,7 @@ class PassCosts:
     sequence_s: NotNegative = 0.0
     pair_s: NotNegative = 0.0
     context_s: NotNegative = 0.0
+    many_s: NotNegative = 0.0
 
     def pass_s(self, work: PassWork) -> float:
         """Seconds of one pass; of nothing to do, 0."""
@@ -45,11 +48,17 @@ class PassCosts:
             return 0.0
         return (
             self.fixed_s
+            + self.many_s * beyond_one(work.num_tokens)
             + self.sequence_s * work.num_sequences
             + self.token_s * math.hypot(self.knee_tokens, work.num_tokens)
             + self.pair_s * work.num_pairs
             + self.context_s * work.num_context_tokens
         )
+
+
+def beyond_one(num_tokens: float) -> float:
+    """0 for one token, towards 1 for many."""
+    return max(1.0 - 1.0 / num_tokens, 0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,21 @@ def test_decode_recovers_its_context() -> None:
     assert fit_error(got, measured(costs, decode_grid())).p95 < 0.1
 
 
+def test_a_pass_of_one_token_may_be_cheap() -> None:
+    """As on a CPU, where it multiplies matrices with a vector."""
+    costs = PassCosts(0.014, 0.002, context_s=4e-6, many_s=0.014)
+    got = fit_pass(measured(costs, decode_grid(), noise=0.05))
+    assert got.many_s == pytest.approx(costs.many_s, rel=0.2)
+    assert fit_error(got, measured(costs, decode_grid())).p95 < 0.1
+
+
+def test_without_a_pass_of_one_token_a_fixed_cost_is_fixed() -> None:
+    works = [work for work in prefill_grid() if work.num_tokens > 1]
+    got = fit_pass(measured(LANGUAGE, works, noise=0.05))
+    assert got.many_s == 0
+    assert got.fixed_s > 0
+
+
 def test_work_with_tokens_alone() -> None:
     """Preprocess: fixed and per pixel."""
     costs = PassCosts(0.001, 5e-8)
