@@ -1,0 +1,51 @@
+"""The protocol of elastic strategies, and the one that does nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from triptych.shared.policies.elastic.actions import Decision, Wanted
+from triptych.shared.policies.elastic.views import ClusterView
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What a strategy remembers from one decision to the next; callers only hand it on, and begin with NOTHING.
+
+    switched_at_s: recent switches. scaled_at_s: by kind, its last launch or drain. planned_at_s: when all was last planned.
+    advised: what was last told. surplus_since_s: by kind, since when there has been more of it than wanted.
+    """
+
+    switched_at_s: tuple[float, ...] = ()
+    scaled_at_s: Mapping[str, float] = field(default_factory=dict)
+    planned_at_s: float | None = None
+    advised: tuple[Wanted, ...] = ()
+    surplus_since_s: Mapping[str, float] = field(default_factory=dict)
+
+
+NOTHING = Memory()
+
+
+class Elasticity(Protocol):
+    """One strategy with its settings; frozen, so that the scaler and simulators share it. period_s: how often it wants to be
+    asked, in seconds of the view's clock."""
+
+    @property
+    def period_s(self) -> float: ...
+
+    def decide(self, view: ClusterView, memory: Memory) -> tuple[list[Decision], Memory]:
+        """What to do now, in the order in which to do it: at most one action for an instance. Equal views and memories give
+        equal decisions."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """Instances keep the roles that they started with."""
+
+    period_s: float = 60.0
+
+    def decide(self, view: ClusterView, memory: Memory) -> tuple[list[Decision], Memory]:
+        return [], memory
