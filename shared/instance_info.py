@@ -27,6 +27,20 @@ class StageLoad(msgspec.Struct, frozen=True, omit_defaults=True):
     tokens_per_s: float = 0.0
 
 
+class Demand(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a router was asked for by one group of requests, counted since its start: whoever reads differences gets rates.
+    Requests and images count when they arrive, image tokens when they are known, output tokens at a request's end. num_in_time:
+    of those that ended, how many were answered, and within their targets where they have any."""
+
+    num_requests: int = 0
+    num_text_tokens: int = 0
+    num_images: int = 0
+    num_image_tokens: int = 0
+    num_output_tokens: int = 0
+    num_ended: int = 0
+    num_in_time: int = 0
+
+
 class PoolStats(msgspec.Struct, frozen=True, omit_defaults=True):
     """One pool of the prefix cache of one instance, counted since its start. num_stale: asked for because the index said so,
     and not there."""

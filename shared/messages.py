@@ -12,7 +12,7 @@ import msgspec
 
 from triptych.shared.errors import WireError
 from triptych.shared.image_info import NO_LIMITS, ImageInfo, PixelLimits
-from triptych.shared.instance_info import ModelCard, Resources, StageLoad, TransportAddress
+from triptych.shared.instance_info import Demand, ModelCard, Resources, StageLoad, TransportAddress
 from triptych.shared.sampling_params import SamplingParams, TokenLogprobs
 
 InstanceId = NewType("InstanceId", str)  # one life of one process, `encoder-0-5f3a2c1b`: slot name and incarnation
@@ -325,7 +325,8 @@ class TokenBatch(Message, frozen=True):
 
 
 class Heartbeat(Message, frozen=True):
-    """Published every heartbeat_interval_s by every process; the registry is nothing but the recent ones."""
+    """Published every heartbeat_interval_s by every process; the registry is nothing but the recent ones. demand: of a router,
+    by group of requests."""
 
     instance_id: InstanceId
     name: str
@@ -339,6 +340,7 @@ class Heartbeat(Message, frozen=True):
     resources: Resources
     model: ModelCard | None = None
     transport: TransportAddress | None = None
+    demand: dict[str, Demand] = {}
 
 
 class Lost(Message, frozen=True):

@@ -282,4 +282,5 @@ class ServiceHost:
             resources=resources,
             model=report.model,
             transport=report.transport,
+            demand=report.demand,
         )

@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from triptych.shared.bus import Bus
-from triptych.shared.instance_info import ModelCard, Resources, StageLoad, TransportAddress
+from triptych.shared.instance_info import Demand, ModelCard, Resources, StageLoad, TransportAddress
 from triptych.shared.messages import InstanceId, InstanceRequest, Message, Role, Service, State
 from triptych.shared.registry import Registry
 from triptych.shared.settings import Settings
@@ -26,6 +26,7 @@ class Report:
     roles: tuple[Role, ...] = ()
     model: ModelCard | None = None
     transport: TransportAddress | None = None
+    demand: dict[str, Demand] = field(default_factory=dict)
 
 
 class ServiceApp(Protocol):

@@ -22,6 +22,7 @@ from triptych.cache.redis_index import open_index
 from triptych.services.router.asks import Model
 from triptych.services.router.cached_parts import Cache
 from triptych.services.router.client_link import BodyStore
+from triptych.services.router.demand import DemandCounter
 from triptych.services.router.dispatch import Dispatcher
 from triptych.services.router.edge import Edge, Read
 from triptych.services.router.endpoints import add_endpoints
@@ -120,6 +121,7 @@ class RouterService:
             gate=MediaGate(),
             limits=limits,
             release=releases.release,
+            demand=DemandCounter(self._settings.slo_tbt_s),
         )
         bodies = BodyStore(max(self._settings.body_store_bytes, self._settings.max_body_bytes))
         model, texts = Model(checkpoint.name, prompts), TokenTexts(prompts.tokenizer)
@@ -150,7 +152,8 @@ class RouterService:
         if self._running is None:
             return Report()
         card = self._running.checkpoint.card(self.max_model_len())
-        return Report(loads=(StageLoad("router", num_running=len(self._inflight)),), model=card)
+        load = StageLoad("router", num_running=len(self._inflight))
+        return Report(loads=(load,), model=card, demand=self._running.parts.demand.snapshot())
 
     def on_router_lost(self, router_id: InstanceId) -> None:
         """Another router's requests are nothing to us."""
@@ -275,6 +278,7 @@ class RouterService:
         self._num_admitted -= before is not Phase.ARRIVING
         if self._running is not None:
             self._running.metrics.on_end(records, status, finish_reason, before)
+            self._running.parts.demand.on_end(records)
             self._running.metrics.inflight.set(len(self._inflight))
         _log.debug("request ended", request_id=record.base_id, status=status, attempts=len(record.attempts))
 

@@ -80,6 +80,7 @@ class AttemptRun:
                 sampling = msgspec.structs.replace(self._job.sampling, max_tokens=self._max_tokens())
                 expanded = expand(prompt, [image.num_tokens for image in pictures.images if image is not None])
                 record.num_text_tokens, record.num_image_tokens = prompt.num_text_tokens, pictures.num_tokens
+                self._calls.parts.demand.on_image_tokens(record, pictures.num_tokens)
                 if not overlap_verdict(self._calls, expanded, pictures, self._cached).is_yes:
                     await pictures.encoded()
                 record.move(Phase.PREFILL)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from triptych.services.router.cached_parts import Cache
 from triptych.services.router.data_url import ImageSource
+from triptych.services.router.demand import DemandCounter
 from triptych.services.router.dispatch import Dispatcher
 from triptych.services.router.load_book import LoadBook
 from triptych.services.router.media_gate import MediaGate
@@ -77,3 +78,4 @@ class Parts:
     gate: MediaGate
     limits: Limits
     release: Callable[[RequestId, Collection[InstanceId]], None]
+    demand: DemandCounter

@@ -83,6 +83,7 @@ class RequestRecord:
     phase: Phase = Phase.ADMITTED
     due_at_s: float | None = None
     attempts: list[Attempt] = field(default_factory=list)
+    num_images: int = 0
     num_text_tokens: int = 0
     num_image_tokens: int = 0
     num_cached_tokens: int = 0

@@ -33,6 +33,8 @@ async def run_request(parts: Parts, job: Job, record: RequestRecord) -> AsyncGen
     """
     if (slo_ttft_s := parts.limits.slo_ttft_s(job)) is not None:
         record.due_at_s = record.arrived_at_s + slo_ttft_s
+    record.num_images = len(job.sources)
+    parts.demand.on_arrival(record, job.prompt.num_text_tokens)
     num_failed, trusts_index = 0, True
     while True:
         attempt = record.begin_attempt()
