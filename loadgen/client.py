@@ -53,6 +53,11 @@ async def read_events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[st
     raise AnswerFailed("the stream broke off")
 
 
+def brings_token(chunk: dict[str, Any]) -> bool:
+    """Whether a chunk brings text, or the end of an answer whose token has none."""
+    return any(choice["delta"].get("content") or choice["finish_reason"] for choice in chunk["choices"])
+
+
 def text_of(chunk: dict[str, Any]) -> str:
     """The piece of the answer that a chunk brings, often none."""
     return "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
