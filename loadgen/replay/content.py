@@ -30,6 +30,7 @@ from triptych.loadgen.world.seeds import pick
 
 MAX_ANSWER_TOKENS = 64  # chosen: the world's answers are far shorter
 FIT_MARGIN = 0.05  # of the context's length: how far a prompt may be off the length that was wanted; chosen
+NAMED = 1  # behind a picture's name, where the seeds of rows' own pictures have nothing
 _TASKS = {0: [*TEXT], 1: [task for task in ONE_PICTURE if task in ADVERTISED]}
 
 
@@ -83,7 +84,8 @@ class WorldContent:
 
 
 class TraceContent:
-    """Words and pictures that fill a prompt to the row's length; blocks of equal prefix_ids are equal texts.
+    """Words and pictures that fill a prompt to the row's length; blocks of equal prefix_ids are equal texts, pictures of equal
+    image_ids equal pictures.
 
     Args:
         is_natural: the model ends its answer where it likes, at the row's length at the latest.
@@ -116,10 +118,11 @@ class TraceContent:
     def _pictures(self, index: int, row: TraceRow) -> list[Picture]:
         if not row.num_images:
             return []  # most requests: a generator costs more than their text
-        rng = generator(self._seed, index)
         num_tokens = row.num_image_tokens
         num_pixels = None if num_tokens is None else self._costs.pixels_of(num_tokens / row.num_images)
-        return [_pool(self._pool).pick(rng, num_pixels=num_pixels) for _ in range(row.num_images)]
+        own = generator(self._seed, index)
+        named = [generator(self._seed, name, NAMED) for name in row.image_ids]
+        return [_pool(self._pool).pick(rng, num_pixels=num_pixels) for rng in named or [own] * row.num_images]
 
     def _shared(self, row: TraceRow, num_words: int) -> Iterator[Piece]:
         """The blocks that the prompt begins with. Their names are odd numbers, those of texts that nobody shares are even."""

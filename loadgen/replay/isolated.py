@@ -72,6 +72,5 @@ def _through_mean(sizes: Sequence[int], mean_s: float, slope: float) -> LatencyL
 
 
 def _alone(row: TraceRow) -> TraceRow:
-    return replace(
-        row, arrival_s=0.0, num_output_tokens=min(row.num_output_tokens, MAX_OUTPUT_TOKENS), session=None, prefix_ids=()
-    )
+    num_output_tokens = min(row.num_output_tokens, MAX_OUTPUT_TOKENS)
+    return replace(row, arrival_s=0.0, num_output_tokens=num_output_tokens, session=None, prefix_ids=(), image_ids=())

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import deque
 from collections.abc import Iterator
-from itertools import count
+from dataclasses import replace
+from itertools import count, islice
 from random import Random
 from statistics import NormalDist
 
@@ -15,6 +17,7 @@ from triptych.loadgen.synth.workload import Client, Conversation, Workload, coun
 from triptych.loadgen.traces.row import TraceRow
 
 BLOCK_SIZE = 16  # tokens of a prefix block, as vLLM's default
+MAX_REMEMBERED = 1000  # requests whose pictures may come again; chosen, as `loadgen replay` has it
 CLIENT_SHIFT, CONVERSATION_SHIFT = 44, 20  # bits of a block's name: 4 client, 24 conversation, 20 block
 _uniform = NormalDist().cdf
 
@@ -36,6 +39,9 @@ class _ClientRows:
         self._image = None if client.image_tokens is None else sizes_of(client.image_tokens)
         talk = client.conversation or Conversation(turns={50: 1}, think_s={50: 1})
         self._talk, self._num_turns, self._think_s = talk, Sizes(talk.turns), Sizes(talk.think_s)
+        self._reuse_rng = Random(f"{workload.seed} {client.name} pictures")
+        self._image_ids = count(number << CLIENT_SHIFT)
+        self._with_new_images: deque[TraceRow] = deque(maxlen=MAX_REMEMBERED)
 
     def rows(self) -> Iterator[TraceRow]:
         pending: list[tuple[float, int, TraceRow]] = []  # turns of conversations that began
@@ -77,13 +83,29 @@ class _ClientRows:
         num_image_tokens = None
         if client.context_tokens is None:
             num_image_tokens = sum(self._image.at(rng.random()) for _ in range(num_images)) if self._image else 0
-        return TraceRow(
+        row = TraceRow(
             arrival_s,
             context + (num_image_tokens or 0),
             self._output.at(rng.random()),
             num_images=num_images,
             num_image_tokens=num_image_tokens,
         )
+        return self._with_named_images(row) if client.image_reuse else row
+
+    def _with_named_images(self, row: TraceRow) -> TraceRow:
+        """New pictures with names, or all those of an earlier row. Drawn apart: the rest is as it were without."""
+        if self._with_new_images and self._reuse_rng.random() < self._client.image_reuse:
+            known = self._reuse_rng.choice(self._with_new_images)
+            return replace(
+                row,
+                num_context_tokens=row.num_context_tokens - (row.num_image_tokens or 0) + (known.num_image_tokens or 0),
+                num_images=known.num_images,
+                num_image_tokens=known.num_image_tokens,
+                image_ids=known.image_ids,
+            )
+        row = replace(row, image_ids=tuple(islice(self._image_ids, row.num_images)))
+        self._with_new_images.append(row)
+        return row
 
     def _turns(self, first: TraceRow, number: int) -> Iterator[TraceRow]:
         """Each prompt holds all that was said before; its blocks have the names that they had then. Pictures count once."""
@@ -98,6 +120,7 @@ class _ClientRows:
                 output,
                 num_images=0 if turn else first.num_images,
                 num_image_tokens=0 if turn else first.num_image_tokens,
+                image_ids=() if turn else first.image_ids,
                 session=f"{self._client.name}-{number}",
                 turn=turn,
                 prefix_ids=self._blocks(context, number),

@@ -57,6 +57,7 @@ class Client(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     none: text only. context_follows_images: correlation, 0 to 1. cv: of the gaps, which are gamma distributed; 1: Poisson.
     hours: published rates of hours and days. swing: variance of a level that multiplies the rate and lasts swing_s in the mean.
     surge: 0 to 1, the share of what decides about the number of pictures that is common to all requests for surge_s.
+    image_reuse: the share of requests with pictures that have those of an earlier one.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Client(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     swing_s: Period = 60.0
     surge: Share = 0.0
     surge_s: Period = 3600.0
+    image_reuse: Share = 0.0
     conversation: Conversation | None = None
     burst: tuple[Burst, ...] = ()
 
@@ -81,6 +83,8 @@ class Client(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"client {self.name}: either context_tokens or text_tokens")
         if (self.image_tokens is not None) != (self.images is not None and self.text_tokens is not None):
             raise ValueError(f"client {self.name}: image_tokens go with images and text_tokens")
+        if self.image_reuse and self.image_tokens is None:
+            raise ValueError(f"client {self.name}: image_reuse goes with image_tokens")
         if self.conversation and self.text_tokens is None:
             raise ValueError(f"client {self.name}: a conversation has text_tokens")
         if self.conversation:

@@ -18,7 +18,7 @@ from triptych.loadgen.undecodable import UNDECODABLE
 
 MAX_LINE_BYTES = 4 << 20  # chosen: a prompt of a million tokens in blocks of 16 takes 1.3 MB at most
 MAX_COUNT = 10_000_000  # tokens, pictures; chosen: beyond every model's context
-MAX_ID_BITS = 63  # of a prefix block's name: what JSON's readers agree on
+MAX_ID_BITS = 63  # of a prefix block's or picture's name: what JSON's readers agree on
 REORDER_ROWS = 1000  # chosen: rows this far out of place are put in order
 _DAMAGED = (EOFError, zlib.error, OSError)  # what a cut or broken .gz raises
 
@@ -85,8 +85,11 @@ def _checked(row: TraceRow) -> TraceRow:
     counts = (row.num_context_tokens, row.num_output_tokens, row.num_images, row.num_image_tokens or 0, row.turn)
     if not all(0 <= count <= MAX_COUNT for count in (*counts, row.prefix_block_size)):
         raise ValueError(f"a count is not within 0 and {MAX_COUNT}")
-    if row.prefix_ids and (min(row.prefix_ids) < 0 or max(row.prefix_ids) >> MAX_ID_BITS):
-        raise ValueError(f"the name of a prefix block is not within 0 and 2^{MAX_ID_BITS}")
+    for what, names in (("prefix block", row.prefix_ids), ("picture", row.image_ids)):
+        if names and (min(names) < 0 or max(names) >> MAX_ID_BITS):
+            raise ValueError(f"the name of a {what} is not within 0 and 2^{MAX_ID_BITS}")
+    if row.image_ids and len(row.image_ids) != row.num_images:
+        raise ValueError(f"{len(row.image_ids)} names of pictures where there are {row.num_images}")
     return row if row.num_output_tokens else replace(row, num_output_tokens=1)
 
 

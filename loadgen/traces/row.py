@@ -12,6 +12,7 @@ class TraceRow:
     num_image_tokens: None where the trace does not say. session, turn: a conversation's name and the place in it, from 0;
     None, 0 for a request of its own. prefix_ids: names of the blocks that the prompt begins with, of prefix_block_size tokens
     each: two requests whose first k ids are equal share k blocks (Mooncake's and Bailian's hash_ids); empty: nothing is known.
+    image_ids: names of the pictures, one for each: equal ones are the same picture; empty: all pictures are new.
     """
 
     arrival_s: float
@@ -23,6 +24,7 @@ class TraceRow:
     turn: int = 0
     prefix_ids: tuple[int, ...] = ()
     prefix_block_size: int = 0
+    image_ids: tuple[int, ...] = ()
 
     @property
     def request_class(self) -> str:

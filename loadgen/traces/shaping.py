@@ -34,11 +34,17 @@ def with_at_most_images(rows: Iterator[TraceRow], max_images: int) -> Iterator[T
         if row.num_images <= max_images:
             yield row
         elif row.num_image_tokens is None:
-            yield replace(row, num_images=max_images)
+            yield replace(row, num_images=max_images, image_ids=row.image_ids[:max_images])
         else:
             num_image_tokens = row.num_image_tokens * max_images // row.num_images
             num_context_tokens = max(0, row.num_context_tokens - row.num_image_tokens + num_image_tokens)
-            yield replace(row, num_images=max_images, num_image_tokens=num_image_tokens, num_context_tokens=num_context_tokens)
+            yield replace(
+                row,
+                num_images=max_images,
+                num_image_tokens=num_image_tokens,
+                num_context_tokens=num_context_tokens,
+                image_ids=row.image_ids[:max_images],
+            )
 
 
 def window(rows: Iterator[TraceRow], start_s: float, duration_s: float | None) -> Iterator[TraceRow]:
@@ -55,7 +61,7 @@ def rate_scaled(rows: Iterator[TraceRow], rates: Mapping[str, float], within_s: 
 
     Classes are drawn apart. A conversation is kept, dropped and copied as a whole: all its rows count as of the class of the
     first one, and see the same u and delays.
-    Copies are users of their own, with names and prefix ids of their own, so that prefixes repeat as often as in the trace.
+    Copies are users of their own, with names, pictures and prefix ids of their own: all repeats as often as in the trace.
     """
     draws = {name: Random(f"{seed} {name}") for name in rates}
     pending: list[tuple[float, int, TraceRow]] = []
@@ -81,6 +87,7 @@ def _copy(row: TraceRow, copy: int, delay_s: float) -> TraceRow:
         arrival_s=row.arrival_s + delay_s,
         session=None if row.session is None else f"{row.session}~{copy}",
         prefix_ids=tuple(name ^ copy << COPY_SHIFT for name in row.prefix_ids),
+        image_ids=tuple(name ^ copy << COPY_SHIFT for name in row.image_ids),
     )
 
 

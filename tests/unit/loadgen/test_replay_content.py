@@ -77,6 +77,20 @@ def test_equal_prefix_ids_are_equal_texts(words: Words) -> None:
     assert text(1, 7, context=70) == text(2, 7, context=70)  # a block that the context cuts is still its beginning
 
 
+def test_equal_image_ids_are_equal_pictures(pool: PicturePool, words: Words) -> None:
+    content = TraceContent(words, pool, COSTS, seed=0)
+
+    def pictures(index: int, *ids: int) -> list[str]:
+        row = TraceRow(0, 400, 1, num_images=2, num_image_tokens=200, image_ids=ids)
+        parts = body(content.message(index, row, 0))["messages"][0]["content"]
+        return [part["image_url"]["url"] for part in parts if "image_url" in part]
+
+    named = pictures(1, 7, 1 << 44)
+    assert pictures(2, 7, 1 << 44) == named
+    assert pictures(3, 1 << 44, 8)[0] == named[1]
+    assert len({*named, *pictures(3, 8, 9), *pictures(7), *pictures(8)}) == 8
+
+
 def test_a_turn_is_shorter_by_its_history(words: Words) -> None:
     content = TraceContent(words, None, COSTS, seed=0)
     whole, later = (content.message(3, TraceRow(0, 1000, 1), history) for history in (0, 700))

@@ -33,11 +33,14 @@ def outcome(size: int, ttft_s: float, tbt_s: float, error: str | None = None) ->
 
 
 def test_the_sample_spans_the_sizes_of_a_class() -> None:
-    rows = [TraceRow(float(i), 1000 - i, 500, num_images=i % 2, session="s", prefix_ids=(1,)) for i in range(1000)]
+    rows = [
+        TraceRow(float(i), 1000 - i, 500, num_images=i % 2, session="s", prefix_ids=(1,), image_ids=(9,) * (i % 2))
+        for i in range(1000)
+    ]
     sample = sample_rows(rows, "image", 5)
     assert [row.num_context_tokens for row in sample] == [1, 251, 501, 749, 999]
-    assert {(row.arrival_s, row.session, row.prefix_ids, row.num_output_tokens) for row in sample} == {
-        (0.0, None, (), MAX_OUTPUT_TOKENS)
+    assert {(row.arrival_s, row.session, row.prefix_ids, row.image_ids, row.num_output_tokens) for row in sample} == {
+        (0.0, None, (), (), MAX_OUTPUT_TOKENS)
     }
     assert len(sample_rows(rows[:3], "image", 5)) == 1
     assert sample_rows(rows[:1], "image", 5) == []

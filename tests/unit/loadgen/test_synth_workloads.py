@@ -22,7 +22,7 @@ from triptych.loadgen.traces.trace import TraceError, TraceOptions
 # Rows and the digest of the first thousand: results are compared by the names of these, so they must not change.
 FIXED = {
     "bursts": (1208, "6bd7e769492c75fb"),
-    "chat-reuse": (763, "e037a36189ce95d3"),
+    "chat-reuse": (763, "a4f92dca2aba0bd5"),
     "day": (3363, "c22dc1e5027d67d5"),
     "image-light": (1221, "f15fb0e79c679c4f"),
 }
@@ -99,6 +99,25 @@ def test_conversations_reuse_what_was_said() -> None:
         assert len({ids[16] for ids in firsts if len(ids) > 16}) == len([ids for ids in firsts if len(ids) > 16])
 
 
+def test_half_of_the_pictures_are_known() -> None:
+    """All that an earlier conversation asked about, of the same sizes; what is not about pictures stays as without reuse."""
+    workload = as_wished(load_workload("chat-reuse"), Wishes(duration_s=6000))
+    rows = list(workload_rows(workload))
+    first: dict[tuple[int, ...], TraceRow] = {}
+    num_known = 0
+    for row in rows:
+        assert len(row.image_ids) == row.num_images
+        if row.image_ids:
+            num_known += row.image_ids in first
+            assert first.setdefault(row.image_ids, row).num_image_tokens == row.num_image_tokens
+    assert num_known / (num_known + len(first)) == pytest.approx(0.5, abs=0.08)  # 600 conversations: four sigma
+    names = [name for ids in first for name in ids]
+    assert len(names) == len(set(names))
+    without = [msgspec.structs.replace(client, image_reuse=0.0) for client in workload.client]
+    plain = workload_rows(msgspec.structs.replace(workload, client=tuple(without)))
+    assert [row.arrival_s for row in plain if row.turn == 0] == [row.arrival_s for row in rows if row.turn == 0]
+
+
 def test_seeds() -> None:
     workload = as_wished(load_workload("azure-lmm"), Wishes(duration_s=600))
     first, again = list(workload_rows(workload)), list(workload_rows(workload))
@@ -156,6 +175,7 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
         ("about =", "mine.toml"),
         (MINIMAL, "client c: either context_tokens or text_tokens"),
         (MINIMAL + "text_tokens = { 50 = 100 }\nimages = { 1 = 1 }\n", "image_tokens go with images"),
+        (MINIMAL + "text_tokens = { 50 = 1 }\nimage_reuse = 0.5\n", "image_reuse goes with image_tokens"),
         (MINIMAL + 'context_tokens = "azure"\n', "sizes 'azure' are not one of azure-lmm-image-context"),
         (MINIMAL + 'context_tokens = { 50 = 9 }\nimages = "many"\n', "counts 'many' are not one of azure-lmm"),
         (MINIMAL + "text_tokens = { 50 = 0 }\n", "percentiles are of 0 to 100"),

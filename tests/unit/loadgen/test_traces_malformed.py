@@ -117,6 +117,24 @@ def test_malformed_objects_are_named(tmp_path: Path, line: str, reason: str) -> 
     assert reason in trace.malformed.first[0].reason
 
 
+OWN = '{"arrival_s": 1, "num_context_tokens": 5, "num_output_tokens": 5, "num_images": 1, "image_ids": [%s]}\n'
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (OWN % -1, "the name of a picture is not within 0 and 2^63"),
+        (OWN % "1, 2", "2 names of pictures where there are 1"),
+    ],
+)
+def test_malformed_names_of_pictures_are_named(tmp_path: Path, line: str, reason: str) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(OWN % 1 + line + OWN % "")
+    trace = open_trace(path)
+    assert [row.image_ids for row in trace] == [(1,), ()]
+    assert reason in trace.malformed.first[0].reason
+
+
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
 def test_times_are_numbers(tmp_path: Path, value: str) -> None:
     path = tmp_path / "burst.csv"

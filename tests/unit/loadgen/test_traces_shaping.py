@@ -38,6 +38,7 @@ def traces(draw: st.DrawFn) -> list[TraceRow]:
                 turns[session] if session else 0,
                 tuple(draw(st.lists(st.integers(0, 9), max_size=3))),
                 16,
+                tuple(draw(st.lists(st.integers(0, 9), min_size=num_images, max_size=num_images))),
             )
         )
         turns[session or ""] += 1
@@ -58,7 +59,7 @@ def scaled_as(row: TraceRow, classes: dict[str, str]) -> str:
 
 def content(row: TraceRow) -> TraceRow:
     """What a copy has of its original."""
-    return replace(row, arrival_s=0, session=None, prefix_ids=())
+    return replace(row, arrival_s=0, session=None, prefix_ids=(), image_ids=())
 
 
 @given(traces(), rates, rates, st.integers(0, 5))
@@ -94,11 +95,11 @@ def test_conversations_are_kept_whole(rows: list[TraceRow], text: float, image: 
 
 
 @given(traces(), st.integers(2, 3))
-def test_copies_share_prefixes_among_themselves_only(rows: list[TraceRow], rate: int) -> None:
+def test_copies_share_prefixes_and_pictures_among_themselves_only(rows: list[TraceRow], rate: int) -> None:
     """Else each copy would be a hit in a cache, and a higher rate a better cache."""
     rows = [replace(row, session=None) for row in rows]
-    of_copy = Counter(name >> 48 for row in scaled(rows, rate, rate) for name in row.prefix_ids)
-    total = sum(len(row.prefix_ids) for row in rows)
+    of_copy = Counter(name >> 48 for row in scaled(rows, rate, rate) for name in (*row.prefix_ids, *row.image_ids))
+    total = sum(len(row.prefix_ids) + len(row.image_ids) for row in rows)
     assert of_copy == (dict.fromkeys(range(rate), total) if total else {})
 
 
@@ -132,7 +133,7 @@ def test_nothing_asked_nothing_changed(rows: list[TraceRow]) -> None:
 @given(traces(), st.integers(0, 16))
 def test_cap(rows: list[TraceRow], max_images: int) -> None:
     for row, made in zip(rows, with_at_most_images(iter(rows), max_images), strict=True):
-        assert made.num_images == min(row.num_images, max_images)
+        assert made.num_images == min(row.num_images, max_images) == len(made.image_ids)
         if row.num_image_tokens is not None and made.num_image_tokens is not None:
             text_tokens = row.num_context_tokens - row.num_image_tokens
             assert made.num_context_tokens - made.num_image_tokens == text_tokens
