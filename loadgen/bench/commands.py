@@ -139,3 +139,23 @@ def cache_command(
         )
 
     finish(measuring(), as_json)
+
+
+@bench.command("cluster")
+def cluster_command(
+    vllm_python: Annotated[Path, typer.Option(help="an interpreter that has vLLM for CPU, to compare with")],
+    model: Model = "bench",
+    rate: Annotated[list[float] | None, typer.Option(min=0.01, help="requests/s; default: three around vLLM's knee")] = None,
+    quick: Quick = False,
+    as_json: AsJson = False,
+) -> None:
+    """Ours beside `vllm serve`: latencies and goodput of conversations about pictures, half of which are known."""
+
+    async def measuring() -> Report:
+        from triptych.loadgen.bench.cluster import ClusterOptions, bench_cluster
+
+        return await bench_cluster(
+            ClusterOptions(checkpoint_folder(model), vllm_python, tuple(rate or ())), Plan(is_quick=quick)
+        )
+
+    finish(measuring(), as_json)

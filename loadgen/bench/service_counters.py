@@ -33,13 +33,13 @@ async def heartbeats(nats_url: str) -> tuple[Heartbeat, ...]:
     return reply.instances
 
 
-async def service_counters(http: aiohttp.ClientSession, urls: Sequence[str]) -> Counter[str]:
-    """Counters by name (without triptych_ and _total), whatever their labels, of the services at these addresses."""
+async def service_counters(http: aiohttp.ClientSession, urls: Sequence[str], prefix: str = "triptych_") -> Counter[str]:
+    """Counters by name (without prefix and _total), whatever their labels, of the services at these addresses."""
     total: Counter[str] = Counter()
     for url in urls:
         async with http.get(f"{url}/metrics") as response:
             for family in text_string_to_metric_families(await response.text()):
-                if family.type == "counter" and family.name.startswith("triptych_"):
-                    name = family.name.removeprefix("triptych_")
+                if family.type == "counter" and family.name.startswith(prefix):
+                    name = family.name.removeprefix(prefix)
                     total[name] += sum(int(sample.value) for sample in family.samples if sample.name.endswith("_total"))
     return total

@@ -1,0 +1,251 @@
+"""Bench cluster: ours beside `vllm serve` on the same cores, under `workloads/chat-reuse` at three rates around vLLM's knee.
+
+Both take turns, each time as a new process, so that its caches are cold; the same requests follow once more, when all of them
+are known. SLOs are five times what requests take alone at vLLM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+from rich.console import Console
+
+from triptych.loadgen.bench.chat_reuse import (
+    ALL,
+    KINDS,
+    KNOWN,
+    MAX_IMAGES,
+    NEW,
+    TEXT,
+    WORKLOAD,
+    figures_by_kind,
+    flat,
+    kinds_of,
+    rows_at,
+)
+from triptych.loadgen.bench.measured_cluster import REQUEST_TIMEOUT_S, measured_cluster
+from triptych.loadgen.bench.report import Bar, Report
+from triptych.loadgen.bench.runner import BenchFailed, Plan, machine
+from triptych.loadgen.bench.service_counters import heartbeats, service_counters
+from triptych.loadgen.bench.vllm_server import VllmServerOptions, vllm_server
+from triptych.loadgen.replay.conditions import OUTCOMES_FILE, Conditions
+from triptych.loadgen.replay.open_loop import SendOptions
+from triptych.loadgen.replay.options import ReplayOptions
+from triptych.loadgen.replay.run import replay
+from triptych.loadgen.replay.slo import CLASSES, Isolated, parse_slos
+from triptych.loadgen.report.results import OutcomesReader
+from triptych.loadgen.report.schema import ClassFigures
+from triptych.loadgen.traces.row import TraceRow
+from triptych.loadgen.traces.trace import MalformedRows, Trace
+from triptych.shared.machine import num_cores
+
+OURS, THEIRS = "triptych", "vllm"
+COLD, WARM = "cold", "warm"
+SLO_FACTOR = 5
+MAX_MODEL_LEN = 8192  # chosen: twice the workload's longest prompt
+# Of both servers in all, so that neither has to evict: ours divides them among prefill and decode. Chosen
+KV_CACHE_BYTES = 2 << 30
+OUR_OPTIONS = {"--policy": "triptych", "--kv-cache-bytes": KV_CACHE_BYTES // 2, "--max-model-len": MAX_MODEL_LEN}
+KNEE_ATTAINMENT = 0.9  # DistServe's (arXiv 2401.09670), of the own-scaled SLO
+AROUND_KNEE = (0.75, 1.0, 1.5)  # chosen
+MAX_RATIO = {TEXT: 0.5, KNOWN: 0.5, NEW: 1.1}  # of P99 TTFTs, ours to theirs
+MIN_GOODPUT_RATIO = 1.3
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """duration_s: of a replay, whose first warm_up_s do not count. probed_per_s: rates that are tried for probe_s each, until
+    one is too much. around_knee: factors of the knee that are measured."""
+
+    duration_s: float
+    warm_up_s: float
+    probe_s: float
+    probed_per_s: tuple[float, ...]
+    around_knee: tuple[float, ...]
+
+
+# Chosen: the whole takes half an hour. Probed rates differ by half, which the rates around the knee span
+FULL = Scale(90.0, 15.0, 30.0, (0.5, 0.75, 1.1, 1.7, 2.5, 3.8, 5.7), AROUND_KNEE)
+QUICK = Scale(15.0, 3.0, 8.0, (1.0,), (1.0,))
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterOptions:
+    """vllm_python: an interpreter that can import vllm. rates_per_s: to be measured; none: around the knee, which is found."""
+
+    model: Path
+    vllm_python: Path
+    rates_per_s: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Server:
+    """urls: of all that counts something, whose names begin with prefix."""
+
+    url: str
+    urls: Sequence[str]
+    prefix: str
+
+    async def counters(self) -> Counter[str]:
+        async with aiohttp.ClientSession() as http:
+            return await service_counters(http, self.urls, self.prefix)
+
+
+async def bench_cluster(options: ClusterOptions, plan: Plan) -> Report:
+    """Raises BenchFailed, ClusterFailed: something didn't start, or a replay did not come to its end."""
+    with tempfile.TemporaryDirectory() as folder:
+        bench = _ClusterBench(options, QUICK if plan.is_quick else FULL, Path(folder))
+        await bench.run()
+    conditions = machine() | {
+        "model": options.model.name,
+        "workload": WORKLOAD,
+        "slo": f"{SLO_FACTOR}x isolated at vLLM",
+        "isolated_ttft_s": {name: isolated.ttft_s for name, isolated in bench.isolated.items()},
+        "isolated_tbt_s": {name: isolated.tbt_s for name, isolated in bench.isolated.items()},
+        "knee_per_s": bench.knee_per_s,
+        "kv_cache_bytes": KV_CACHE_BYTES,
+        "ours": " ".join(_words(OUR_OPTIONS)),
+        "versions": bench.versions,
+        "counters": bench.counters,
+        "quick": plan.is_quick,
+    }
+    return Report("cluster", conditions, bench.figures(), {} if plan.is_quick else _bars(bench.found))
+
+
+Found = dict[tuple[str, float, str], Mapping[str, ClassFigures]]  # by pass, rate and side
+
+
+@dataclass(slots=True)
+class _ClusterBench:
+    """folder: for the results of the replays."""
+
+    options: ClusterOptions
+    scale: Scale
+    folder: Path
+    console: Console = field(default_factory=lambda: Console(stderr=True))
+    isolated: Mapping[str, Isolated] = field(default_factory=dict)
+    knee_per_s: float | None = None
+    found: Found = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    counters: dict[str, Mapping[str, int]] = field(default_factory=dict)
+
+    async def run(self) -> None:
+        rates = await self._rates()
+        for number, rate in enumerate(rates):
+            sides = {THEIRS: self._vllm, OURS: self._ours}
+            for side in list(sides) if number % 2 else list(sides)[::-1]:
+                self._tell(f"{side}: starting, for {rate:.2f} requests/s ...")
+                async with sides[side]() as server:
+                    await self._measure(side, server, rate)
+
+    def figures(self) -> dict[str, float]:
+        """As ROW.SIDE; a side has a column for each rate."""
+        return {
+            f"{name}_{row}.{side} {rate:.2f}/s": value
+            for (name, rate, side), figures in self.found.items()
+            for row, value in flat(figures)
+        }
+
+    async def _rates(self) -> Sequence[float]:
+        """Which to measure; what requests take alone is measured on the way."""
+        seeds = iter(range(1000, 2000))  # contents that no other replay has
+
+        async def attainment(rate: float) -> float:
+            figures = await self._replay(server, rate, self.scale.probe_s, next(seeds))
+            slo = figures[ALL].slo_own_scaled
+            return slo.met if slo is not None else 0.0
+
+        self._tell(f"{THEIRS}: starting, to find its knee ...")
+        async with self._vllm() as server:
+            if self.options.rates_per_s:
+                await attainment(self.options.rates_per_s[0])
+                return self.options.rates_per_s
+            self.knee_per_s = await find_knee(self.scale.probed_per_s, attainment)
+        return [factor * self.knee_per_s for factor in self.scale.around_knee]
+
+    async def _measure(self, side: str, server: _Server, rate: float) -> None:
+        for name in (COLD, WARM):
+            self._tell(f"{side}: {rate:.2f} requests/s, {name} cache ...")
+            before = await server.counters()
+            figures = await self._replay(server, rate, self.scale.duration_s, seed=1, is_warm=name == WARM)
+            self.found[name, rate, side] = figures
+            self.counters[f"{side} {rate:.2f}/s {name}"] = await server.counters() - before
+
+    async def _replay(
+        self, server: _Server, rate: float, duration_s: float, seed: int, is_warm: bool = False
+    ) -> dict[str, ClassFigures]:
+        rows = rows_at(rate, duration_s, seed)
+        kinds = [KNOWN if is_warm and kind == NEW else kind for kind in kinds_of(rows)]
+        warm_up_s = min(self.scale.warm_up_s, duration_s / 3)
+        conditions = await self._send(server, rows, SendOptions(seed=seed, warm_up_s=warm_up_s))
+        if conditions.ended != "complete":
+            raise BenchFailed(f"a replay did not come to its end: {conditions.message}")
+        if len(conditions.isolated) < len(CLASSES):
+            raise BenchFailed("what requests take alone could not be measured")
+        self.isolated = conditions.isolated
+        return figures_by_kind(OutcomesReader(self.folder / OUTCOMES_FILE), kinds, conditions)
+
+    async def _send(self, server: _Server, rows: Sequence[TraceRow], send: SendOptions) -> Conditions:
+        options = ReplayOptions(
+            target=server.url,
+            out=self.folder,
+            send=send,
+            timeout_s=REQUEST_TIMEOUT_S,
+            slos=parse_slos([f"ttft={SLO_FACTOR}x,tbt={SLO_FACTOR}x"]),
+            isolated=self.isolated,
+        )
+        return await replay(Trace(WORKLOAD, "workload", iter(rows), MalformedRows()), options, self.console)
+
+    @contextlib.asynccontextmanager
+    async def _ours(self) -> AsyncIterator[_Server]:
+        async with measured_cluster(self.options.model, _words(OUR_OPTIONS)) as (info, _):
+            urls = [beat.http_url for beat in await heartbeats(str(info["nats_url"])) if beat.http_url]
+            yield _Server(str(info["url"]).rstrip("/"), urls, "triptych_")
+
+    @contextlib.asynccontextmanager
+    async def _vllm(self) -> AsyncIterator[_Server]:
+        options = VllmServerOptions(
+            self.options.vllm_python, self.options.model.absolute(), KV_CACHE_BYTES, MAX_MODEL_LEN, MAX_IMAGES, num_cores()
+        )
+        async with vllm_server(options, self.console) as url:
+            yield _Server(url, [url], "vllm:")
+
+    def _tell(self, line: str) -> None:
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+async def find_knee(rates_per_s: Sequence[float], attainment: Callable[[float], Awaitable[float]]) -> float:
+    """The last of the ascending rates at which enough requests are in time; the first one, if none is."""
+    knee = rates_per_s[0]
+    for rate in rates_per_s:
+        if await attainment(rate) < KNEE_ATTAINMENT:
+            break
+        knee = rate
+    return knee
+
+
+def _words(options: Mapping[str, object]) -> list[str]:
+    return [str(part) for option in options.items() for part in option]
+
+
+def _bars(found: Found) -> dict[str, Bar]:
+    """Cold and warm apart: TTFT at each rate, goodput each side's best of all rates."""
+    bars: dict[str, Bar] = {}
+    goodput: dict[tuple[str, str], float] = {}
+    for (name, rate, side), figures in found.items():
+        slo = figures[ALL].slo_own_scaled
+        goodput[name, side] = max(goodput.get((name, side), 0.0), slo.goodput_per_s if slo else 0.0)
+        for kind in KINDS if side == OURS else ():
+            ours, theirs = (figures.get(kind), found[name, rate, THEIRS].get(kind))
+            if ours and theirs and ours.ttft_s and theirs.ttft_s:
+                ratio = ours.ttft_s.p99 / theirs.ttft_s.p99
+                bars[f"{name}_{kind}_ttft_p99_ratio_{rate:.2f}/s"] = Bar(ratio, MAX_RATIO[kind], is_most=True)
+    for name in (COLD, WARM):
+        bars[f"{name}_goodput_own_scaled_ratio"] = Bar(goodput[name, OURS] / goodput[name, THEIRS], MIN_GOODPUT_RATIO)
+    return bars
