@@ -64,8 +64,8 @@ class HostContext:
         self.health.note(outcomes)
         return outcomes
 
-    async def pull(self, ref: TensorRef) -> torch.Tensor:
-        """A peer's tensor, which the peer drops; one of our own without copying, to be released after use.
+    async def pull(self, ref: TensorRef, release: bool = True) -> torch.Tensor:
+        """A peer's tensor, which the peer drops then (release); one of our own without copying, to be released after use.
 
         Raises:
             InstanceLost: the owner is gone, silent for transfer_timeout_s, or no longer holds it.
@@ -76,7 +76,7 @@ class HostContext:
         if peer is None:
             raise InstanceLost("an instance that holds a part of the request is gone", instance_id=ref.owner)
         try:
-            return await self.transport.pull(ref, peer, self.settings.transfer_timeout_s)
+            return await self.transport.pull(ref, peer, self.settings.transfer_timeout_s, release)
         except DeadlineExceeded:
             raise InstanceLost("a tensor transfer took too long", instance_id=ref.owner, code="transfer_timeout") from None
 

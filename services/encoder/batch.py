@@ -73,7 +73,8 @@ class EncodeBatch:
             if isinstance(outcome, Exception):
                 settle(job.result, as_typed(outcome, "encoding the image"))
             else:
-                self._context.metrics.images.inc()
+                if not job.image.first_piece:  # the first part counts for its image
+                    self._context.metrics.images.inc()
                 self._context.embeddings.add(job.image, outcome)  # also when nobody waits any more: somebody may ask again
                 settle(job.result, outcome)
         self._batch = []

@@ -59,7 +59,7 @@ class EncoderRole:
         return StageLoad("encoder", num_waiting, num_running, num_pending_tokens, self._batch.rate.tokens_per_s)
 
     async def handle(self, request: InstanceRequest) -> EncodeReply:
-        """Lease the embeddings of one image.
+        """Lease the embeddings of one image, or part of one.
 
         Raises:
             TriptychError: refused, its inputs are gone, it broke the vision tower, or its time ran out.
@@ -84,7 +84,7 @@ class EncoderRole:
                 ref = await cache.lease(request.image, found, request.request_id, request.timeout_s + LEASE_GRACE_S)
                 spent = StageTime("encoder", self._context.instance_id, time.monotonic() - arrived_at_s)
                 return EncodeReply(ref, spent, is_cached=True)
-            key: object = request.image.mm_hash if cache.is_on else object()
+            key: object = request.image.key if cache.is_on else object()
             others = self._jobs.get(key)
             try:
                 return await self._share(key, others or self._new_job(key, request), request, arrived_at_s)
@@ -124,12 +124,14 @@ class EncoderRole:
 
     async def _bring(self, key: object, job: EncodeJob, pixels: TensorRef) -> None:
         """Pull a job's pixels and queue it. It is in hand until the last request that waits for it leaves, which cancels this:
-        while the store is full no more images are pulled and encoded."""
+        while the store is full no more images are pulled and encoded. The pixels of a part others pull as well: they end with
+        their request."""
+        is_whole = job.image.first_piece is None
         try:
             async with self._in_hand.hold(job.image.num_tokens):
                 async with self._pulls:
                     pull_began_s = time.monotonic()
-                    job.pixels = await self._context.pull(pixels)
+                    job.pixels = await self._context.pull(pixels, release=is_whole)
                     job.transfer_s = time.monotonic() - pull_began_s
                 self._batch.add(job)
                 self._loop.wake()
@@ -138,7 +140,8 @@ class EncoderRole:
             self._forget(key, job)
             settle(job.result, error)
         finally:
-            self._context.drop(pixels)
+            if is_whole:
+                self._context.drop(pixels)
 
     def _forget(self, key: object, job: EncodeJob) -> None:
         """Nobody joins it from now on."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import sys
 from array import array
+from collections.abc import Iterable
 
+from triptych.cache.block_keys import ImagePlace
 from triptych.shared.errors import BadRequest, InternalError
+from triptych.shared.image_info import ImageInfo
 from triptych.shared.messages import PlacedImage, PrefillRequest, TensorRef
 
 BYTES_PER_TOKEN = 4
@@ -37,16 +40,36 @@ def check_request(request: PrefillRequest, max_model_len: int) -> None:
 
 def _check_images(request: PrefillRequest) -> None:
     end = 0
+    before: ImageInfo | None = None
     for placed in request.images:
         if placed.offset < end:
             raise InternalError("images overlap or are out of order in the prompt", code="invalid_message")
+        if placed.image.first_piece and not (before is not None and placed.offset == end and _goes_on(before, placed.image)):
+            raise InternalError("a part of an image is not where the part before it ends", code="invalid_message")
         if placed.image.num_tokens < 1:
             raise InternalError("an image has no vision tokens", code="invalid_message")
-        end = placed.offset + placed.image.num_tokens
+        end, before = placed.offset + placed.image.num_tokens, placed.image
         if placed.embeddings is not None:
             check_embeddings(placed, placed.embeddings)
     if end > request.prompt.num_tokens:
         raise InternalError("an image goes beyond the prompt's end", code="invalid_message")
+
+
+def image_places(images: Iterable[PlacedImage]) -> list[ImagePlace]:
+    """Of whole images, by which the prompt is keyed in whichever parts they come."""
+    places: list[ImagePlace] = []
+    for placed in images:
+        image, offset, num_tokens = placed.image, placed.offset, placed.image.num_tokens
+        if image.first_piece:  # goes on where the part before it ends
+            before = places.pop()
+            offset, num_tokens = before.offset, before.num_tokens + num_tokens
+        places.append(ImagePlace(image.mm_hash, offset, num_tokens))
+    return places
+
+
+def _goes_on(before: ImageInfo, image: ImageInfo) -> bool:
+    """Whether an image's part is the one after another."""
+    return (before.mm_hash, (before.first_piece or 0) + before.num_pieces) == (image.mm_hash, image.first_piece)
 
 
 def token_ids_of(data: bytes) -> list[int]:

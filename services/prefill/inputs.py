@@ -1,4 +1,5 @@
 """The embeddings of one prompt's images: each is pulled when it is encoded and its KV is not there already. Event loop only.
+Where an image comes in parts, each of them is an image here.
 
 Those that the request has are pulled when they are wanted, awaited ones when they were offered, too. The KV of all others
 should be cached here; when one of them is wanted after all our own embeddings will do, else it is a cache miss.

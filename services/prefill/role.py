@@ -9,10 +9,9 @@ import asyncio
 import math
 import time
 
-from triptych.cache.block_keys import ImagePlace
 from triptych.services.host_context import HostContext
 from triptych.services.prefill.batch import PrefillBatch
-from triptych.services.prefill.checks import check_request, token_ids_of
+from triptych.services.prefill.checks import check_request, image_places, token_ids_of
 from triptych.services.prefill.inputs import PromptInputs
 from triptych.services.prefill.job import PrefillJob
 from triptych.services.prefill.prefix_pull import asked_for, pull_prefix
@@ -110,8 +109,7 @@ class PrefillRole:
         context = self._context
         job.sequence.token_ids = await self._token_ids(request)
         transfer_s = time.monotonic() - job.arrived_at_s
-        places = [ImagePlace(span.image.mm_hash, span.offset, span.image.num_tokens) for span in job.inputs.spans]
-        job.chain = context.prefixes.chain_of(job.sequence.token_ids, places, request.cache_salt)
+        job.chain = context.prefixes.chain_of(job.sequence.token_ids, image_places(request.images), request.cache_salt)
         num_held = context.prefixes.num_held(job.cacheable_keys)
         async with self._in_hand.hold(self._num_bytes(request, job, num_held)):
             pull_began_s = time.monotonic()

@@ -69,7 +69,7 @@ class EmulatedDecoder:
         else:
             size, shape = (height, width), self._cost.image(width, height)
             grid = (shape.num_pieces, 1, shape.patches_per_piece)
-        return ImageInfo(mm_hash, *size, grid, num_slots(self._cost, shape.num_tokens))
+        return ImageInfo(mm_hash, *size, grid, num_slots(self._cost, shape.num_tokens), shape.num_pieces)
 
     def close(self) -> None:
         """It owns no processes."""

@@ -60,8 +60,11 @@ def overlap_verdict(calls: StageCalls, prompt: ExpandedPrompt, pictures: Picture
         tokens_per_s=pace.tokens_per_s,
         wait_s=pace.wait_s(likely),
         images=[
-            PendingImage(max(0, prompt.offsets[one.index] - num_cached), max(0.0, (one.due_at_s or now_s) - now_s))
-            for one in missing
+            PendingImage(
+                offset=max(0, prompt.offsets[picture.index] + shard.offset - num_cached),
+                ready_s=max(0.0, (shard.due_at_s or now_s) - now_s),
+            )
+            for picture, shard in missing
         ],
         num_others=likely.num_requests + sum(decoding),
         attends_to_all=parts.cache.attends_to_all,

@@ -6,20 +6,22 @@ Those that are known at the same time share one question to the cache index. Use
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
+from triptych.cache.held_parts import HeldPart, held_part
 from triptych.services.router.cached_parts import CachedParts
+from triptych.services.router.encoding import Encoding
 from triptych.services.router.job import Job
-from triptych.services.router.picture_stages import Picture, PictureStages
+from triptych.services.router.picture import Picture, Shard
+from triptych.services.router.picture_stages import PictureStages
 from triptych.services.router.stage_calls import StageCalls
 from triptych.shared.errors import InstanceLost, TriptychError
 from triptych.shared.image_info import ImageInfo
-from triptych.shared.messages import Accepted, EmbeddingsReady, InstanceId, PlacedImage, TensorRef
+from triptych.shared.messages import Accepted, EmbeddingsReady, InstanceId, PlacedImage
 from triptych.shared.policies.pace import Pace
 from triptych.shared.policies.routing import EMBEDDING_COSTS
-
-Encoding = asyncio.Task[TensorRef | None]
 
 PATIENCE_S = 0.1  # chosen: pictures of a request are mostly known within less of each other, but one may be far away
 
@@ -35,10 +37,11 @@ class Pictures:
         self._check_sizes = check_sizes
         self._keeps_any = rules.keeps_kv or rules.keeps_embeddings
         self._num_text_tokens = job.prompt.num_text_tokens
-        self._stages = PictureStages(calls, self._keeps_any, self._slack_s)
+        self._stages = PictureStages(calls, self._keeps_any)
+        self._encoding = Encoding(self._stages, self._slack_s)
         self._pictures = [Picture(index, source) for index, source in enumerate(job.sources)]
         self._settling = asyncio.Lock()
-        self._tasks: list[Encoding] = []
+        self._tasks: list[asyncio.Task[None]] = []
 
     def __len__(self) -> int:
         return len(self._pictures)
@@ -62,10 +65,10 @@ class Pictures:
     def saved_s(self) -> dict[InstanceId, float]:
         """By encoder, what it takes to bring their embeddings from there."""
         saved_s: dict[InstanceId, float] = {}
-        for picture in self._pictures:
-            if picture.encoder_id is not None and picture.image is not None:
-                transfer_s = EMBEDDING_COSTS.transfer_s(picture.image.num_tokens)
-                saved_s[picture.encoder_id] = saved_s.get(picture.encoder_id, 0.0) + transfer_s
+        for shard in itertools.chain.from_iterable(picture.shards for picture in self._pictures):
+            if shard.encoder_id is not None:
+                transfer_s = EMBEDDING_COSTS.transfer_s(shard.image.num_tokens)
+                saved_s[shard.encoder_id] = saved_s.get(shard.encoder_id, 0.0) + transfer_s
         return saved_s
 
     @property
@@ -74,15 +77,15 @@ class Pictures:
         return not all(picture.is_left_out for picture in self._pictures)
 
     @property
-    def missing(self) -> list[Picture]:
-        """Those whose embeddings are needed and not there; all settled."""
-        pairs = zip(self._pictures, self._tasks, strict=True)
-        return [picture for picture, task in pairs if not picture.is_left_out and not task.done()]
+    def missing(self) -> list[tuple[Picture, Shard]]:
+        """Those whose embeddings are needed and not there, in parts; all are settled."""
+        return [(picture, shard) for picture, shard in self._in_parts() if _is_awaited(picture, shard)]
 
     @property
     def kept_at(self) -> set[InstanceId]:
-        """Who keeps the file of a picture that was only identified."""
-        return {picture.kept_at for picture in self._pictures if picture.media_id is not None and picture.kept_at is not None}
+        """Who keeps the file of a picture that was only identified, or pixels from which several encoders had their parts."""
+        files = {picture.kept_at for picture in self._pictures if picture.media_id is not None and picture.kept_at is not None}
+        return files | {one.pixels.owner for one in self._pictures if one.is_divided and one.pixels is not None}
 
     async def identify(self) -> None:
         """Those that are known by the bytes that were sent, and what is cached of them."""
@@ -118,19 +121,19 @@ class Pictures:
         await asyncio.gather(*self._tasks)
 
     def placed(self, offsets: Sequence[int]) -> tuple[PlacedImage, ...]:
-        """As they are now; all are settled."""
-        placed = []
-        for picture, task, offset in zip(self._pictures, self._tasks, offsets, strict=True):
-            assert picture.image is not None
-            is_awaited = not picture.is_left_out and not task.done()
-            embeddings = None if picture.is_left_out or is_awaited else task.result()
-            placed.append(PlacedImage(picture.image, offset, embeddings, is_awaited))
-        return tuple(placed)
+        """As they are now, in parts; all are settled. Those of which it is not clear yet how they are encoded stay whole."""
+        for picture in self._pictures:
+            picture.shards = picture.in_parts()
+        return tuple(
+            PlacedImage(one.image, offsets[picture.index] + one.offset, one.embeddings, is_awaited=_is_awaited(picture, one))
+            for picture, one in self._in_parts()
+        )
 
     @contextmanager
     def forwarding(self, group: asyncio.TaskGroup, instance_id: InstanceId) -> Iterator[None]:
-        """Inside the block that instance is told of embeddings as they come."""
-        telling = [group.create_task(self._forward(picture, instance_id)) for picture in self.missing]
+        """Inside the block that instance is told of embeddings as they come. They were placed before."""
+        parts = enumerate(self._in_parts())
+        telling = [group.create_task(self._forward(i, part[1], instance_id)) for i, part in parts if _is_awaited(*part)]
         try:
             yield
         finally:
@@ -143,7 +146,7 @@ class Pictures:
             task.cancel()
         self._tasks, self._pictures = [], []
 
-    async def _one(self, picture: Picture, prompt_at: InstanceId | None) -> TensorRef | None:
+    async def _one(self, picture: Picture, prompt_at: InstanceId | None) -> None:
         if picture.image is None:
             await self._stages.identify(picture)
             if None not in self.images:
@@ -153,10 +156,10 @@ class Pictures:
         if picture.is_left_out:
             self._calls.record.pictures["kv"] += 1
             picture.is_placed.set()
-            return None
+            return
         await self._wait_for_turn(picture)
-        holders = [one for one in await self._holders(picture) if self._calls.may_use("encoder", one)]
-        return await self._stages.embeddings(picture, holders, prompt_at)
+        held = [part for part in await self._held(picture) if self._calls.may_use("encoder", part.instance_id)]
+        await self._encoding.encode(picture, held, prompt_at)
 
     async def _wait_for_turn(self, picture: Picture) -> None:
         """Encoders get pictures in the order in which prefill needs them, unless one takes long to be known."""
@@ -165,17 +168,18 @@ class Pictures:
                 for before in self._pictures[: picture.index]:
                     await before.is_placed.wait()
 
-    async def _holders(self, picture: Picture) -> Collection[InstanceId]:
-        """Who has its embeddings: the index tells, or the same picture earlier in the request."""
+    async def _held(self, picture: Picture) -> list[HeldPart]:
+        """What is held of it, and by whom: the index tells, or the same picture earlier in the request."""
         assert picture.image is not None
         mm_hash = picture.image.mm_hash
         if self._calls.parts.cache.rules.keeps_embeddings:
             for twin, encoding in zip(self._pictures[: picture.index], self._tasks, strict=False):
                 if twin.image is not None and twin.image.mm_hash == mm_hash and not twin.is_left_out:
+                    picture.shards = picture.shards or [Shard(shard.image) for shard in twin.shards]
                     picture.is_placed.set()
                     await asyncio.wait([encoding])
-                    return [twin.encoder_id] if twin.encoder_id is not None else []
-        return self._cached.embeddings.get(mm_hash, ())
+                    return [HeldPart.of(shard.encoder_id, shard.image) for shard in twin.shards if shard.encoder_id]
+        return [held_part(holder) for holder in self._cached.embeddings.get(mm_hash, ())]
 
     def _slack_s(self) -> float | None:
         """Until embeddings are due: what is left after the prompt was computed. None: there is no target."""
@@ -198,14 +202,19 @@ class Pictures:
                 picture.is_left_out = self._cached.leave_out(picture.index)
                 picture.is_settled.set()
 
-    async def _forward(self, picture: Picture, instance_id: InstanceId) -> None:
-        task = self._tasks[picture.index]
-        await asyncio.wait([task])
-        if task.cancelled() or task.exception() is not None or (embeddings := task.result()) is None:
-            return
-        ready = EmbeddingsReady(self._calls.request_id, picture.index, embeddings)
+    async def _forward(self, index: int, shard: Shard, instance_id: InstanceId) -> None:
+        await shard.is_encoded.wait()  # if that fails, this ends with its group
+        assert shard.embeddings is not None
+        ready = EmbeddingsReady(self._calls.request_id, index, shard.embeddings)
         with suppress(InstanceLost):  # then prefill's own answer tells, or it needed no embeddings and is done
             await self._calls.ask(instance_id, ready, Accepted)
+
+    def _in_parts(self) -> list[tuple[Picture, Shard]]:
+        return [(picture, shard) for picture in self._pictures for shard in picture.in_parts()]
+
+
+def _is_awaited(picture: Picture, shard: Shard) -> bool:
+    return not picture.is_left_out and shard.embeddings is None
 
 
 def most_telling(errors: BaseExceptionGroup[BaseException]) -> BaseException:

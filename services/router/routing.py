@@ -12,6 +12,7 @@ from triptych.shared.errors import InstanceLost
 from triptych.shared.messages import InstanceId, Role
 from triptych.shared.policies.policy_set import PolicySet
 from triptych.shared.policies.routing import Choice, ImageWork, PromptWork
+from triptych.shared.policies.sharding import DivisibleImage, Share
 
 Choose = Callable[[Sequence[InstanceView]], Choice | None]
 
@@ -44,6 +45,10 @@ class Routes:
 
     def encoder(self, image: ImageWork) -> Choose:
         return lambda views: self._rules.encoder(views, image, self._turn("encoder"), self._home_for("encoder", views))
+
+    def shares(self, image: DivisibleImage) -> Sequence[Share]:
+        """How an image is divided among encoders; none: it stays whole."""
+        return () if self.is_coupled else self._routing.policies.sharding(self._routing.book.views("encoder"), image)
 
     def prefill(self, prompt: PromptWork) -> Choose:
         return lambda views: self._rules.prefill(views, prompt, self._turn("prefill"), self._home_for("prefill", views))

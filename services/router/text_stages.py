@@ -51,7 +51,7 @@ class ToPrefill:
 
 async def prefill(calls: StageCalls, given: ToPrefill, cached: CachedParts) -> tuple[InstanceId, PrefillReply]:
     """Who did it, and the first token. Raises TriptychError."""
-    tokens = await _prompt_tokens(calls, given.prompt)
+    tokens = await _prompt_tokens(calls, given.prompt, num_places=len(given.images()))
 
     async def send(beat: Heartbeat, choice: Choice) -> PrefillReply:
         source = choice.pull_from
@@ -88,10 +88,10 @@ def _relying_on(cached: CachedParts, choose: Choose) -> Choose:
     return choose_with_kv
 
 
-async def _prompt_tokens(calls: StageCalls, prompt: ExpandedPrompt) -> PromptTokens:
+async def _prompt_tokens(calls: StageCalls, prompt: ExpandedPrompt, num_places: int) -> PromptTokens:
     """Inline, or left at a preprocess instance where the message would get too large."""
     content = prompt.to_bytes()
-    num_bytes = len(content) + len(prompt.offsets) * PLACED_IMAGE_BYTES + MESSAGE_SLACK_BYTES
+    num_bytes = len(content) + num_places * PLACED_IMAGE_BYTES + MESSAGE_SLACK_BYTES
     if len(prompt.token_ids) <= MAX_INLINE_TOKENS and num_bytes <= MAX_PAYLOAD_BYTES:
         return PromptTokens(len(prompt.token_ids), inline=content)
 

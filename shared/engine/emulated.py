@@ -146,7 +146,8 @@ def _draw(sequence: Sequence) -> tuple[int, int]:
     else:
         digest.update(array("I", sequence.token_ids).tobytes())
         for span in sequence.images:
-            digest.update(span.image.mm_hash)
+            if not span.image.first_piece:  # the same text in however many parts a picture came
+                digest.update(span.image.mm_hash)
     drawn = digest.digest(16)
     return int.from_bytes(drawn[:8], "little"), int.from_bytes(drawn[8:], "little")
 

@@ -14,6 +14,7 @@ from triptych.shared.policies.overlap import Overlap, by_gain, never
 from triptych.shared.policies.placement import Placement
 from triptych.shared.policies.queueing import QueueOrder, by_slack, fcfs
 from triptych.shared.policies.routing_rules import RoutingRules
+from triptych.shared.policies.sharding import Sharding, by_finish, undivided
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class PolicySet:
     routing: RoutingRules = BY_LOAD
     queue_order: QueueOrder = fcfs
     overlap: Overlap = never
+    sharding: Sharding = undivided
     cache: CacheRules = NO_CACHE
     elasticity: Literal["none"] = "none"
 
@@ -48,7 +50,7 @@ STAGES = Placement({"encoder": 0.25, "prefill": 0.25, "decode": 0.5})
 IMAGE_TEXT = Placement({"text": 0.5, "encoder": 0.5})  # ModServe: image instances, and text instances that also decode
 SHARED_TEXT = Placement({"instance": 0.5, "text": 0.5})  # half encode only when there is something to encode
 
-TRIPTYCH = PolicySet(SHARED_TEXT, queue_order=by_slack, overlap=by_gain, cache=UNIFIED)
+TRIPTYCH = PolicySet(SHARED_TEXT, queue_order=by_slack, overlap=by_gain, sharding=by_finish, cache=UNIFIED)
 POLICY_SETS = {
     # coupled servers as they are today: caches of their own, first come first served, one of them for a whole request
     "monolith_rr": PolicySet(COLOCATED, RoutingRules(coupled=ALL_STAGES, is_in_turn=True), cache=UNIFIED),
@@ -63,9 +65,10 @@ POLICY_SETS = {
     "elasticmm_emp": PolicySet(PROMPT_DECODE, ENCODES_WHERE_IT_PREFILLS),
     "elasticmm_unicache": PolicySet(PROMPT_DECODE, ENCODES_WHERE_IT_PREFILLS, cache=UNIFIED),
     "elasticmm": PolicySet(STAGES, cache=UNIFIED),
-    # ours, without overlap, and without cache
+    # ours, and without each: overlap, shards of images, cache
     "triptych": TRIPTYCH,
     "triptych_barrier": replace(TRIPTYCH, overlap=never),
+    "triptych_undivided": replace(TRIPTYCH, sharding=undivided),
     "triptych_uncached": replace(TRIPTYCH, cache=NO_CACHE),
 }
 

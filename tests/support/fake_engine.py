@@ -75,7 +75,7 @@ class FakeEngine:
 
     def prepare(self, sequence: Sequence) -> None:
         sequence.positions = torch.arange(sequence.num_prompt_tokens).expand(3, -1)
-        sequence.position_delta = DELTA_PER_IMAGE * len(sequence.images)
+        sequence.position_delta = DELTA_PER_IMAGE * sum(not span.image.first_piece for span in sequence.images)
 
     def run(self, chunks: Seq[Chunk]) -> list[int | None]:
         self._enter()

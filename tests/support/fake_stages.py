@@ -22,15 +22,17 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from triptych.cache.block_keys import ImagePlace, prompt_chain, root_key
+from triptych.cache.block_keys import prompt_chain, root_key
+from triptych.cache.held_parts import holder_of
 from triptych.cache.index import CacheIndex, MemoryIndex
 from triptych.cache.keys import file_key, mm_hash
+from triptych.services.prefill.checks import image_places
 from triptych.services.router.app import RouterService
 from triptych.shared.bus import Bus
 from triptych.shared.checkpoint import open_checkpoint
 from triptych.shared.errors import CACHE_MISS, UNREACHABLE, InstanceLost, TriptychError
 from triptych.shared.http_host import add_probes, gate_until_started, listening_socket, make_server, url_of
-from triptych.shared.image_info import ImageInfo
+from triptych.shared.image_info import ImageInfo, PartKey
 from triptych.shared.instance_info import ModelCard, Resources, StageLoad
 from triptych.shared.messages import (
     Accepted,
@@ -177,7 +179,7 @@ class FakeStage:
         self.seen: list[Any] = []
         self.media: dict[str, bytes] = {}
         self.told: list[EmbeddingsReady] = []
-        self.embeddings: set[bytes] = set()
+        self.embeddings: set[PartKey] = set()
         self.kv: set[bytes] = set()
         self.tasks: set[asyncio.Task[None]] = set()
 
@@ -266,13 +268,13 @@ class FakeStage:
         return PreprocessReply(image, self.ref("pixels"), self.time("preprocess"))
 
     def encode(self, request: EncodeRequest) -> EncodeReply:
-        key = request.image.mm_hash
+        key = request.image.key
         is_cached = key in self.embeddings
         if request.pixels is None and not is_cached:
             raise InstanceLost("not held", code=CACHE_MISS)
         if self.world.is_caching:
             self.embeddings.add(key)
-            self.world.index.hold(self.instance_id, "embeddings", [key])
+            self.world.index.hold(holder_of(self.instance_id, key), "embeddings", [request.image.mm_hash])
         return EncodeReply(self.ref("embeddings"), self.time("encoder"), is_cached)
 
     async def compute(self, request: PrefillRequest) -> int:
@@ -280,8 +282,7 @@ class FakeStage:
         token_ids = memoryview(request.prompt.inline).cast("I").tolist()
         block_size = self.world.settings.block_size
         root = root_key(self.world.revision, block_size, request.cache_salt)
-        places = [ImagePlace(placed.image.mm_hash, placed.offset, placed.image.num_tokens) for placed in request.images]
-        keys = prompt_chain(token_ids, places, block_size, root).keys
+        keys = prompt_chain(token_ids, image_places(request.images), block_size, root).keys
         held = self.kv | (self.world.stages[request.prefix.instance_id].kv if request.prefix else set())
         usable = keys[: max(0, len(token_ids) - 1) // block_size]
         num_cached = block_size * len(list(takewhile(held.__contains__, usable)))

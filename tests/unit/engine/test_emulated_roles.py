@@ -72,6 +72,27 @@ async def test_pictures_and_text_through_three_instances() -> None:
     await cluster.stop()
 
 
+async def test_a_picture_in_parts_from_two_encoders_gives_the_same_text() -> None:
+    cluster = EmulatedCluster(model="internvl2.5-26b", tensor_store_bytes=1 << 30)
+    for name, role in cast(list[tuple[str, Role]], [("e", "encoder"), ("f", "encoder"), ("p", "prefill"), ("d", "decode")]):
+        await cluster.start(name, [role])
+    image = ImageInfo(b"p" * 32, 1344, 1792, (13, 1, 1025), 13 * 256, 13)
+    token_ids = [1, 2, *[open_model(cluster.settings).image_token_id] * image.num_tokens, 3]
+    outputs = []
+    for request_id, parts in (("whole", [image]), ("divided", [image.part(0, 7), image.part(7, 6)])):
+        pixels = await cluster.hosts[InstanceId("d")].transport.put(stand_in((1344, 1792, 3)), RequestId(request_id), 60.0)
+        replies = await asyncio.gather(
+            *(cluster.encode_image(name, request_id, part, pixels) for name, part in zip("ef", parts, strict=False))
+        )
+        offsets = [2 + 256 * (part.first_piece or 0) for part in parts]
+        placed = [PlacedImage(part, at, reply.embeddings) for part, at, reply in zip(parts, offsets, replies, strict=True)]
+        request = PrefillRequest(RequestId(request_id), ROUTER, prompt_of(token_ids), tuple(placed), SamplingParams(12), 10.0)
+        outputs.append(await cluster.generate("p", "d", request))
+        await cluster.release(request_id)
+    assert outputs[0] == outputs[1]
+    await cluster.stop()
+
+
 async def test_a_request_takes_its_modelled_time() -> None:
     cluster = EmulatedCluster(kv_cache_bytes=4 << 30)
     cost = cost_model_of(cluster.settings)

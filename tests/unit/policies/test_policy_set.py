@@ -25,6 +25,7 @@ def test_the_names_and_what_a_wrong_one_says() -> None:
         "elasticmm",
         "triptych",
         "triptych_barrier",
+        "triptych_undivided",
         "triptych_uncached",
     ]
     with pytest.raises(BadRequest, match=r"no policy 'modserv' \(did you mean modserve\?\); there are monolith_rr, .*triptych"):

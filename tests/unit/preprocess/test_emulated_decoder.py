@@ -42,9 +42,10 @@ async def test_each_family_cuts_its_own_way() -> None:
     smaller = await decoded(of("qwen2.5-vl-7b"), png(896, 896), PixelLimits(max_pixels=448 * 448))
     assert smaller.image.info.num_tokens == 256
     intern = (await decoded(of("internvl2.5-26b"), png(896, 896))).image.info
-    assert (intern.grid_thw, intern.num_tokens) == ((5, 1, 1025), 1280)
+    assert (intern.grid_thw, intern.num_tokens, intern.num_pieces) == ((5, 1, 1025), 1280, 5)
     llama = (await decoded(of("llama-3.2-11b"), png(896, 896))).image.info
     assert (llama.grid_thw, llama.num_tokens) == ((1, 1, 6404), 1601)
+    assert qwen.num_pieces == llama.num_pieces == 1, "their towers attend across a picture"
 
 
 async def test_equal_bytes_are_equal_pictures() -> None:
