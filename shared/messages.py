@@ -295,9 +295,23 @@ class LaunchRequest(Message, frozen=True):
     name: str
 
 
+class ScaleOutRequest(Message, frozen=True):
+    """From the scaler to the local launcher: start one more instance of a kind (policies/placement.py), for a group. Answered
+    by Launched, before it is ready."""
+
+    kind: str
+    group: str = ""
+
+
+class Launched(Message, frozen=True):
+    """name: of the new instance's slot."""
+
+    name: str
+
+
 _Work = PreprocessRequest | EncodeRequest | PrefillRequest | EmbeddingsReady | DecodeRequest | ReleaseRequest
 _Transfer = PullRequest | PullDone | PairRequest | BlocksRequest
-InstanceRequest = _Work | _Transfer | DrainRequest | StatusRequest | LaunchRequest
+InstanceRequest = _Work | _Transfer | DrainRequest | StatusRequest | LaunchRequest | ScaleOutRequest
 
 
 class ErrorReply(Message, frozen=True):
@@ -359,4 +373,5 @@ class StatusReply(Message, frozen=True):
 
 
 Event = TokenBatch | Heartbeat | Lost
-Reply = PreprocessReply | EncodeReply | PrefillReply | BlocksReply | Accepted | PullReply | StatusReply | ErrorReply
+_Done = Accepted | Launched
+Reply = PreprocessReply | EncodeReply | PrefillReply | BlocksReply | PullReply | StatusReply | _Done | ErrorReply

@@ -1,12 +1,14 @@
 """Keeps local processes running: starts them, tells the bus when one ends, starts it again.
 
 Servers (NATS, Valkey) and the scaler are started again by itself; a stage only when the scaler asks (LaunchRequest), whom it
-tells of the loss every second until then. One that was drained (DrainRequest) is not told of: it stays ended.
+tells of the loss every second until then. One that was drained (DrainRequest) is not told of: it stays ended, until the scaler
+asks for one instance more (ScaleOutRequest).
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import time
@@ -22,13 +24,26 @@ from triptych.services.launcher.template import NoTemplateError, Template
 from triptych.shared.bus import Bus
 from triptych.shared.errors import BadRequest, Overloaded
 from triptych.shared.fleet import member_id
-from triptych.shared.messages import LOST_SUBJECT, Accepted, Event, InstanceId, InstanceRequest, LaunchRequest, Lost, Message
+from triptych.shared.messages import (
+    LOST_SUBJECT,
+    Accepted,
+    Event,
+    InstanceId,
+    InstanceRequest,
+    Launched,
+    LaunchRequest,
+    Lost,
+    Message,
+    ScaleOutRequest,
+)
+from triptych.shared.policies.placement import ROLES_OF
 from triptych.shared.policies.restart import decide_restart
 from triptych.shared.service_app import new_instance_id
 
 TELL_INTERVAL_S = 1.0  # chosen: how often an unrepaired loss is told again
 NUM_CRASHES_KEPT = 32  # chosen: more than the policy looks at
 NUM_DRAINED_KEPT = 1024  # chosen: instances that said that they were drained; each is looked for soon after
+MAX_LAUNCHED = 64  # chosen: processes of one kind; a policy gone wild must not fork hundreds
 
 _log = structlog.get_logger(__name__)
 
@@ -57,11 +72,18 @@ class Slot:
 
 
 class LocalLauncher:
-    """Slots and their processes. on_exit is called with slot and exit status of each process that ends by itself."""
+    """Slots and their processes. on_exit is called with slot and exit status of each process that ends by itself. make_slot:
+    for one instance more, from its name, kind and group; None: there are never more than at first."""
 
-    def __init__(self, on_exit: Callable[[Slot, int], None], template: Template | None = None) -> None:
+    def __init__(
+        self,
+        on_exit: Callable[[Slot, int], None],
+        template: Template | None = None,
+        make_slot: Callable[[str, str, str], Slot] | None = None,
+    ) -> None:
         self._on_exit = on_exit
         self._template = template
+        self._make_slot = make_slot
         self._slots: dict[str, Slot] = {}
         self._drained: deque[InstanceId] = deque(maxlen=NUM_DRAINED_KEPT)
         self._bus: Bus | None = None
@@ -80,6 +102,10 @@ class LocalLauncher:
         """Of the running processes, by slot name."""
         return {slot.name: slot.child.pid for slot in self._slots.values() if slot.child is not None and slot.child.is_running}
 
+    def names(self) -> list[str]:
+        """Of all slots, those that were added since the start, too."""
+        return list(self._slots)
+
     async def start(self, slot: Slot) -> Child:
         """The slot's first process; it is kept running from now on."""
         self._slots[slot.name] = slot
@@ -90,22 +116,58 @@ class LocalLauncher:
         return child
 
     async def handle(self, request: InstanceRequest) -> Message | None:
-        """LaunchRequest: start an ended slot again.
+        """LaunchRequest: start an ended slot again. ScaleOutRequest: one instance more, in a slot whose last one was drained,
+        or in a new one.
 
         Raises:
-            BadRequest: no such slot.
-            Overloaded: its process is still there, or was asked for already (by another instance that shared it), or everything
-                is being stopped.
+            BadRequest: no such slot, or kind.
+            Overloaded: its process is still there, or was asked for already (by another instance that shared it), or there are
+                too many, or everything is being stopped.
         """
-        if not isinstance(request, LaunchRequest):
-            raise BadRequest(f"the launcher takes no {type(request).__name__}", code="wrong_instance")
-        slot = next((slot for slot in self._slots.values() if request.name in (slot.name, *slot.instances)), None)
+        match request:
+            case LaunchRequest(name):
+                return self._launch_again(name)
+            case ScaleOutRequest(kind, group):
+                return Launched(self._scale_out(kind, group))
+        raise BadRequest(f"the launcher takes no {type(request).__name__}", code="wrong_instance")
+
+    def _launch_again(self, name: str) -> Accepted:
+        slot = next((slot for slot in self._slots.values() if name in (slot.name, *slot.instances)), None)
         if slot is None:
-            raise BadRequest(f"there is no slot {request.name!r}", code="no_such_slot")
+            raise BadRequest(f"there is no slot {name!r}", code="no_such_slot")
         if self._is_stopping or slot.relaunch.is_set() or (slot.child is not None and slot.child.is_running):
-            raise Overloaded(f"slot {request.name} can't be started now", code="slot_busy")
+            raise Overloaded(f"slot {name} can't be started now", code="slot_busy")
         slot.relaunch.set()
         return Accepted()
+
+    def _scale_out(self, kind: str, group: str) -> str:
+        if kind not in ROLES_OF:
+            raise BadRequest(f"there are no instances of kind {kind!r}", code="bad_setting")
+        if self._is_stopping or self._make_slot is None:
+            raise Overloaded("no instances can be added now", code="slot_busy")
+        taken = {name for slot in self._slots.values() for name in (slot.name, *slot.instances)}
+        for name in itertools.islice((f"{kind}-{index}" for index in itertools.count()), MAX_LAUNCHED):
+            if name not in taken:
+                slot = self._slots[name] = self._make_slot(name, kind, group)
+                slot.keeper = asyncio.create_task(self._launch_and_keep(slot), name=f"keep {name}")
+                return name
+            if name in self._slots and self._is_vacant(self._slots[name]):
+                slot = self._slots[name]
+                slot.make_spec = self._make_slot(name, kind, group).make_spec
+                slot.relaunch.set()
+                return name
+        raise Overloaded(f"there are {MAX_LAUNCHED} instances of kind {kind} already", code="slot_busy")
+
+    def _is_vacant(self, slot: Slot) -> bool:
+        """Its last process was drained and has ended, and nobody has asked for another one."""
+        has_ended = slot.child is not None and not slot.child.is_running
+        return has_ended and not slot.relaunch.is_set() and self._is_drained(slot)
+
+    def _is_drained(self, slot: Slot) -> bool:
+        return all(instance_id in self._drained for instance_id in slot.ids().values())
+
+    async def _launch_and_keep(self, slot: Slot) -> None:
+        await self._keep(slot, await self._spawn(slot))
 
     async def stop(self, names: list[str], timeout_s: float) -> None:
         """End these slots' processes, all at once; SIGKILL for those that take longer than timeout_s."""
@@ -177,7 +239,7 @@ class LocalLauncher:
 
     async def _until_asked(self, slot: Slot, status: int) -> None:
         while not slot.relaunch.is_set():
-            is_drained = all(instance_id in self._drained for instance_id in slot.ids().values())
+            is_drained = self._is_drained(slot)
             if not is_drained:
                 await self._tell(slot, status)
             try:

@@ -25,7 +25,7 @@ class Presence:
     def __init__(self, bus: Bus, instance_id: InstanceId, settings: Settings, on_ready: Callable[[Heartbeat], None]) -> None:
         self.bus = bus
         self._registry = Registry(settings.heartbeat_timeout_s, instance_id)
-        self._instance_id = instance_id
+        self.instance_id = instance_id
         self._interval_s = settings.heartbeat_interval_s
         self._on_ready = on_ready
         self._told: set[InstanceId] = set()
@@ -69,7 +69,7 @@ class Presence:
     def _on_event(self, event: Event) -> None:
         self._registry.on_event(event, time.monotonic())
         is_news = isinstance(event, Heartbeat) and event.state == "ready" and event.instance_id not in self._told
-        if isinstance(event, Heartbeat) and is_news and event.instance_id != self._instance_id:
+        if isinstance(event, Heartbeat) and is_news and event.instance_id != self.instance_id:
             self._told.add(event.instance_id)
             self._on_ready(event)
 
@@ -82,7 +82,7 @@ class Presence:
 
     def _heartbeat(self) -> Heartbeat:
         return Heartbeat(
-            instance_id=self._instance_id,
+            instance_id=self.instance_id,
             name="launcher",
             service="launcher",
             state="ready",

@@ -93,15 +93,19 @@ class Profile:
 
     def require_match(self, machine: Machine, revision: str) -> None:
         """Raises BadRequest, in one line, when this was measured on another machine or with another model."""
+        self.require_model(revision)
+        if self.machine != machine:
+            raise BadRequest(
+                f"this profile is of another machine ({self.machine}), this is {machine}; run `triptych profile` here",
+                code="wrong_profile",
+            )
+
+    def require_model(self, revision: str) -> None:
+        """Raises BadRequest, in one line, when this was measured with another model."""
         if self.model.revision != revision:
             raise BadRequest(
                 f"this profile is of another model: {self.model.name}, revision {self.model.revision[:12]}, "
                 f"not {revision[:12]}; run `triptych profile` for this one",
-                code="wrong_profile",
-            )
-        if self.machine != machine:
-            raise BadRequest(
-                f"this profile is of another machine ({self.machine}), this is {machine}; run `triptych profile` here",
                 code="wrong_profile",
             )
 

@@ -33,6 +33,8 @@ def _sample(kind: inspect.Type, is_full: bool) -> Any:
             return _sample(chosen[0], is_full) if is_full else None
         case inspect.VarTupleType():
             return (_sample(kind.item_type, is_full),) * (2 if is_full else 0)
+        case inspect.DictType():
+            return {_sample(kind.key_type, True): _sample(kind.value_type, True)} if is_full else {}
         case inspect.TupleType():
             return tuple(_sample(item, is_full) for item in kind.item_types)
         case inspect.LiteralType():
