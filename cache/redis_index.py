@@ -34,6 +34,7 @@ MAX_FAILURES = 3  # chosen: in a row; then the server is left alone
 PAUSE_S = 2.0  # chosen: until it is tried again, by one question
 MAX_CONNECTIONS = 8  # chosen: a question holds one for a millisecond
 MAX_HINTS = 20_000  # chosen: about 5 MB
+HINT_DELAY_S = 0.005  # chosen: so long the process that has a hint may be busy with the answer that it comes from
 BATCH_SIZE = 512  # chosen: hints in one script, which holds up the server for about a millisecond
 
 _Answer = tuple[list[tuple[InstanceId, int]], list[tuple[InstanceId, ...]]]
@@ -159,6 +160,7 @@ class RedisIndex:
         """A full server may refuse hints and answer questions: these failures don't keep anyone from asking."""
         while True:
             await self._has_hints.wait()
+            await asyncio.sleep(HINT_DELAY_S)
             try:
                 async with asyncio.timeout(HINTS_TIMEOUT_S):
                     await self._send_images(dict(islice(self._images.items(), BATCH_SIZE)))

@@ -49,6 +49,7 @@ class TensorRef(msgspec.Struct, frozen=True):
     """A tensor leased in its owner's store, to be pulled over the transport.
     shape and dtype (`uint8`, `float32`, `bfloat16`, ...) describe the contiguous tensor; num_bytes is its exact size.
     The owner may drop it lease_s seconds after it was stored, or when its request is released.
+    offset: where it lies in the owner's arena while it is leased; None when it is only put there for a PullRequest.
     """
 
     tensor_id: TensorId
@@ -57,6 +58,7 @@ class TensorRef(msgspec.Struct, frozen=True):
     dtype: str
     num_bytes: int
     lease_s: float
+    offset: int | None = None
 
 
 class PlacedImage(msgspec.Struct, frozen=True):
@@ -116,9 +118,10 @@ class StageTime(msgspec.Struct, frozen=True):
 
 
 class PreprocessRequest(Message, frozen=True):
-    """Decode one media item: url (http, https) or media_id (bytes sent to /media). param names it in error messages.
-    cache_salt: nothing is shared with requests of another one. may_skip_decode: a file whose picture is known already need
-    only be identified (the reply then has no pixels, and the media_id under which the bytes wait for a second request)."""
+    """Decode one media item: its bytes are sent along (an upload, see wire.py), or at url (http, https), or kept as media_id.
+    param names it in error messages. cache_salt: nothing is shared with requests of another one. may_skip_decode: a file whose
+    picture is known already need only be identified (the reply then has no pixels, and the media_id under which the bytes wait
+    for a second request)."""
 
     request_id: RequestId
     router_id: InstanceId
@@ -268,7 +271,8 @@ class PullReply(Message, frozen=True):
 
 
 class PullDone(Message, frozen=True):
-    """Published by the puller: the transfer is over; drop the tensor too when `release`."""
+    """Published by the puller: the transfer is over; drop the tensor too when `release`. What was copied from a reference's
+    offset needed no PullRequest."""
 
     tensor_id: TensorId
     puller: InstanceId

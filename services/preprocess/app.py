@@ -1,7 +1,7 @@
 """The preprocess service: one message per picture -> its identity, its token count, and its pixels leased for the encoder.
 
-Fetches (fetch.py) or takes uploaded bytes (media.py, uploads.py), decodes in workers (decode_pool.py), puts pixels into its
-transport's store. A file whose picture is known already is only identified, if that will do. Started by
+Fetches (fetch.py), or gets the bytes along with the message (uploads.py), decodes in workers (decode_pool.py), puts pixels
+into its transport's store. A file whose picture is known already is only identified, if that will do. Started by
 `triptych serve preprocess`; asked by routers, pulled from by encoders.
 """
 
@@ -25,7 +25,7 @@ from triptych.services.preprocess.emulated import EmulatedDecoder
 from triptych.services.preprocess.fetch import MediaFetcher
 from triptych.services.preprocess.media import MediaBuffer, MediaStore
 from triptych.services.preprocess.preprocess_metrics import PreprocessMetrics
-from triptych.services.preprocess.uploads import Uploads
+from triptych.services.preprocess.uploads import Bring, Uploads
 from triptych.shared.checkpoint import Checkpoint
 from triptych.shared.emulation import open_model
 from triptych.shared.errors import BadRequest, DeadlineExceeded, InternalError, Overloaded
@@ -88,12 +88,15 @@ class PreprocessService:
         context.metrics.register(IndexMetrics(self._index.counters))
         self._transport = await open_transport(context)
         context.registry.on_lost(self._transport.forget_peer)
-        Uploads(self._tasks, self._store, settings.request_timeout_s, self._lease_blob, self._refuse_new).add_routes(self.app)
+        uploads = Uploads(
+            self._tasks, self._store, settings.request_timeout_s, self._preprocess, self._lease_blob, self._refuse_new
+        )
+        uploads.add_routes(self.app)
 
     async def handle(self, request: InstanceRequest) -> Message | None:
         match request:
             case PreprocessRequest():
-                return await self._preprocess(request)
+                return await self._asked(request)
             case PullRequest():
                 self._metrics.on_pull(request)
                 return await self._transport.on_pull(request)
@@ -108,30 +111,35 @@ class PreprocessService:
             case _:
                 raise InternalError(f"preprocess has no use for a {type(request).__name__}", code="invalid_message")
 
-    async def _preprocess(self, request: PreprocessRequest) -> PreprocessReply:
+    async def _asked(self, request: PreprocessRequest) -> PreprocessReply:
+        """Over the bus: the picture is at a URL, or its file was kept here."""
         try:
             self._refuse_new()
         except Overloaded:
-            self._store.drop(request.media_id)  # its router goes elsewhere, with another upload
+            self._store.drop(request.media_id)  # its router goes elsewhere, with an upload
             raise
         with self._tasks.track(request.request_id, request.router_id):
-            self._num_preprocessing += 1
-            try:
-                async with asyncio.timeout(request.timeout_s):
-                    return await self._run(request)
-            except TimeoutError:
-                raise DeadlineExceeded from None
-            finally:
-                self._num_preprocessing -= 1
-                if self._tasks.is_released(request.request_id):  # what was kept in the last moment
-                    self._drop(request.request_id)
+            return await self._preprocess(request, lambda: self._bytes_of(request))
 
-    async def _run(self, request: PreprocessRequest) -> PreprocessReply:
+    async def _preprocess(self, request: PreprocessRequest, bring: Bring) -> PreprocessReply:
+        """In the tracked task of its request. bring: the picture's file, which is closed after use."""
+        self._num_preprocessing += 1
+        try:
+            async with asyncio.timeout(request.timeout_s):
+                return await self._run(request, bring)
+        except TimeoutError:
+            raise DeadlineExceeded from None
+        finally:
+            self._num_preprocessing -= 1
+            if self._tasks.is_released(request.request_id):  # what was kept in the last moment
+                self._drop(request.request_id)
+
+    async def _run(self, request: PreprocessRequest, bring: Bring) -> PreprocessReply:
         image_options = self._options.image.within(request.limits)
         options = replace(self._options, image=image_options, tenant_salt=request.cache_salt)
         begun_at_s = time.monotonic()
         with ExitStack() as held:
-            buffer = held.enter_context(await self._bytes_of(request))
+            buffer = held.enter_context(await bring())
             transfer_s = time.monotonic() - begun_at_s
             key = await self._files.key_of(buffer.data, image_options.key(), request.cache_salt)
             if request.may_skip_decode and (known := (await self._files.find([key]))[0]) is not None:
@@ -200,7 +208,7 @@ class PreprocessService:
         self._store.sweep()
         used_bytes, capacity_bytes, num_leases = self._transport.usage()
         num_running = self._pool.num_running
-        num_waiting = max(0, self._num_preprocessing - num_running) + self._store.num_uploads
+        num_waiting = max(0, self._num_preprocessing - num_running) + self._store.num_kept
         resources = Resources(
             pid=0,  # filled in by the frame, as num_threads
             num_threads=0,
@@ -224,7 +232,7 @@ class PreprocessService:
     def is_idle(self) -> bool:
         """Leased pixels count: an encoder still has to pull them."""
         *_, num_leases = self._transport.usage()
-        return self._tasks.num_running == 0 and self._store.num_uploads == 0 and num_leases == 0
+        return self._tasks.num_running == 0 and self._store.num_kept == 0 and num_leases == 0
 
     async def stop(self) -> None:
         await asyncio.to_thread(self._pool.close)

@@ -1,6 +1,6 @@
-"""Media bytes in memory: uploads that wait for their PreprocessRequest, and downloads in progress, under one bound.
+"""Media bytes in memory: uploads and downloads under way, and files that are kept for a second request, under one bound.
 
-A full store refuses, it never grows. Uploads are dropped when taken, released, or expired. Event loop only.
+A full store refuses, it never grows. Kept files are dropped when taken, released, or expired. Event loop only.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class MediaBuffer:
 
 
 @dataclass(frozen=True, slots=True)
-class _Upload:
+class _Kept:
     request_id: RequestId
     buffer: MediaBuffer
     expires_at_s: float
 
 
 class MediaStore:
-    """At most capacity_bytes in all, max_item_bytes per item; an upload nobody takes is dropped after expiry_s."""
+    """At most capacity_bytes in all, max_item_bytes per item; a kept file nobody takes is dropped after expiry_s."""
 
     def __init__(
         self, capacity_bytes: int, max_item_bytes: int, expiry_s: float, clock: Callable[[], float] = time.monotonic
@@ -67,11 +67,11 @@ class MediaStore:
         self.num_bytes = 0
         self._expiry_s = expiry_s
         self._clock = clock
-        self._uploads: dict[str, _Upload] = {}
+        self._kept: dict[str, _Kept] = {}
 
     @property
-    def num_uploads(self) -> int:
-        return len(self._uploads)
+    def num_kept(self) -> int:
+        return len(self._kept)
 
     def reserve(self, num_bytes: int) -> None:
         """Raises Overloaded when that many do not fit."""
@@ -85,38 +85,38 @@ class MediaStore:
         self.num_bytes -= num_bytes
 
     def keep(self, buffer: MediaBuffer, request_id: RequestId) -> str:
-        """Take over an uploaded buffer until `take`; its media_id."""
+        """Take over a buffer until `take`; its media_id."""
         media_id = secrets.token_hex(16)
-        self._uploads[media_id] = _Upload(request_id, buffer, self._clock() + self._expiry_s)
+        self._kept[media_id] = _Kept(request_id, buffer, self._clock() + self._expiry_s)
         return media_id
 
     def take(self, media_id: str, request_id: RequestId) -> MediaBuffer:
         """The caller closes the buffer.
 
         Raises:
-            InstanceLost: it is no longer here, or belongs to another request: upload again.
+            InstanceLost: it is no longer here, or belongs to another request: bring it again.
         """
         self.sweep()
-        upload = self._uploads.get(media_id)
-        if upload is None or upload.request_id != request_id:
-            raise InstanceLost("the uploaded image is no longer here", code="media_lost")
-        del self._uploads[media_id]
-        return upload.buffer
+        kept = self._kept.get(media_id)
+        if kept is None or kept.request_id != request_id:
+            raise InstanceLost("the file of an image is no longer here", code="media_lost")
+        del self._kept[media_id]
+        return kept.buffer
 
     def drop(self, media_id: str | None) -> None:
-        """Drop one upload. Idempotent."""
-        if media_id in self._uploads:
+        """Drop one file. Idempotent."""
+        if media_id in self._kept:
             self._drop([media_id])
 
     def release_request(self, request_id: RequestId) -> None:
-        """Drop a request's uploads. Idempotent."""
-        self._drop([media_id for media_id, upload in self._uploads.items() if upload.request_id == request_id])
+        """Drop a request's files. Idempotent."""
+        self._drop([media_id for media_id, kept in self._kept.items() if kept.request_id == request_id])
 
     def sweep(self) -> None:
         """Drop what has expired."""
         now_s = self._clock()
-        self._drop([media_id for media_id, upload in self._uploads.items() if upload.expires_at_s <= now_s])
+        self._drop([media_id for media_id, kept in self._kept.items() if kept.expires_at_s <= now_s])
 
     def _drop(self, media_ids: list[str]) -> None:
         for media_id in media_ids:
-            self._uploads.pop(media_id).buffer.close()
+            self._kept.pop(media_id).buffer.close()

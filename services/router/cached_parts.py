@@ -90,6 +90,7 @@ class CachedParts:
         self._is_asked = is_asked
         self._is_keyed = is_asked and self._cache.rules.keeps_kv
         self._may_grow = True
+        self._num_asked = 0
         self.prefixes: dict[InstanceId, int] = {}
         self.embeddings: dict[bytes, tuple[InstanceId, ...]] = {}
         self.num_relied_on = 0
@@ -100,14 +101,17 @@ class CachedParts:
             self._sequence.advance(images)
 
     async def ask(self, mm_hashes: Sequence[bytes] = ()) -> None:
-        """For the KV of the prompt as far as it is keyed, and these pictures' embeddings."""
+        """For the KV of the prompt as far as it is keyed, unless that was asked for, and these pictures' embeddings."""
         keys = self._sequence.usable_keys() if self._may_grow else ()
+        if len(keys) == self._num_asked:
+            keys = ()
         wanted = mm_hashes if self._cache.rules.keeps_embeddings else ()
         if not self._is_asked or not (keys or wanted):
             return
         found = await self._cache.index.lookup(keys, wanted)
         self.embeddings.update(found.embeddings)
         if keys:
+            self._num_asked = len(keys)
             block_size = self._cache.block_size
             self.prefixes = {id_: num * block_size for id_, num in found.prefixes.items() if self._may_hold(id_)}
             self._may_grow = self.num_cached >= len(keys) * block_size  # else what follows cannot be cached either

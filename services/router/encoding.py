@@ -120,9 +120,8 @@ class Encoding:
         async def send(beat: Heartbeat, choice: Choice) -> EncodeReply:
             shard.tries.at = beat.instance_id
             what = (shard.image, pixels, calls.remaining_s(), self.slack_s())
-            return await self.stages.ask_for_room(
-                beat, EncodeRequest(calls.request_id, calls.parts.router_id, *what), EncodeReply
-            )
+            request = EncodeRequest(calls.request_id, calls.parts.router_id, *what)
+            return await self.stages.with_room(calls.ask(beat.instance_id, request, EncodeReply))
 
         _, reply = await calls.dispatch(Work("encoder", work.num_tokens, choose, send))
         shard.embeddings = reply.embeddings

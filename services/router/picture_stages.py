@@ -5,7 +5,7 @@ When an instance is lost, that picture alone goes through them again, elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -18,10 +18,10 @@ from triptych.services.router.picture import Picture, Tries
 from triptych.services.router.routing import Choose
 from triptych.services.router.stage_calls import StageCalls
 from triptych.shared.errors import CACHE_MISS, BadRequest, InstanceLost, InternalError, Overloaded, TriptychError
-from triptych.shared.messages import Heartbeat, Message, PreprocessReply, PreprocessRequest, TensorRef
+from triptych.shared.messages import Heartbeat, PreprocessReply, PreprocessRequest, TensorRef
 from triptych.shared.policies.routing import Choice, choose_preprocess
 
-R = TypeVar("R", bound=Message)
+R = TypeVar("R")
 WHOLE_ATTEMPT = (STORE_FULL, CACHE_MISS, "request_released")  # codes of what another try with the same id cannot mend
 
 _log = structlog.get_logger(__name__)
@@ -75,12 +75,6 @@ class PictureStages:
 
     async def _send_media(self, picture: Picture, beat: Heartbeat, may_skip_decode: bool) -> PreprocessReply:
         calls, source, media_id = self.calls, picture.source, picture.media_id
-        if media_id is None and source.content is not None:
-            try:
-                media_id = await calls.parts.uploader.media(beat, calls.request_id, source.content, calls.remaining_s())
-            except BadRequest as error:
-                error.param = error.param or source.param
-                raise
         request = PreprocessRequest(
             request_id=calls.request_id,
             router_id=calls.parts.router_id,
@@ -92,13 +86,19 @@ class PictureStages:
             cache_salt=calls.terms.cache_salt,
             may_skip_decode=may_skip_decode,
         )
-        return await self.ask_for_room(beat, request, PreprocessReply)
-
-    async def ask_for_room(self, beat: Heartbeat, request: Message, expected: type[R]) -> R:
-        """`ask` for what stays there. A store that stays full may be full of parts of requests that wait for their rest, as
-        this one does: it is asked nowhere else, the attempt is given up with all that it holds (see media_gate.py)."""
+        if media_id is not None or source.content is None:
+            return await self.with_room(calls.ask(beat.instance_id, request, PreprocessReply))
         try:
-            return await self.calls.ask(beat.instance_id, request, expected)
+            return await self.with_room(calls.parts.uploader.picture(beat, request, source.content))
+        except BadRequest as error:
+            error.param = error.param or source.param
+            raise
+
+    async def with_room(self, asking: Awaitable[R]) -> R:
+        """The answer, of which a part stays there. A store that stays full may be full of parts of requests that wait for their
+        rest, as this one does: it is asked nowhere else, the attempt is given up with all that it holds (see media_gate.py)."""
+        try:
+            return await asking
         except Overloaded as error:
             if error.code != "tensor_store_full":
                 raise

@@ -107,7 +107,7 @@ class Pictures:
         self._tasks = [group.create_task(self._one(picture, prompt_at)) for picture in self._pictures]
 
     async def known(self) -> None:
-        """Returns when all are settled, and those that were new have an encoder, if there is one."""
+        """Returns when all are settled, those that were new have an encoder, if there is one, and what is cached is known."""
         for picture in self._pictures:
             await picture.is_settled.wait()
         with suppress(TimeoutError):
@@ -115,6 +115,7 @@ class Pictures:
                 for picture in self._pictures:
                     if picture.is_new:
                         await picture.is_placed.wait()
+        await self._cached.ask()
 
     async def encoded(self) -> None:
         """Returns when all embeddings are there. Cancelled when a picture fails: its group tells why."""
@@ -190,11 +191,14 @@ class Pictures:
         return max(0.0, slack_s - (self._num_text_tokens + self.num_tokens) / pace.tokens_per_s)
 
     async def _settle(self) -> None:
-        """A picture can be covered by cached KV when all before it are known. A new one does not wait for them."""
+        """A picture can be covered by cached KV when all before it are known. A new one is taken for one that nobody has."""
+        self._cached.advance(self.images)
+        for picture in self._pictures:
+            if picture.is_new:
+                picture.is_settled.set()
         async with self._settling:
-            self._cached.advance(self.images)
             ripe = [picture for picture in self._pictures if picture.image is not None and not picture.is_settled.is_set()]
-            ripe = [picture for picture in ripe if picture.is_new or self._cached.is_ripe(picture.index)]
+            ripe = [picture for picture in ripe if self._cached.is_ripe(picture.index)]
             if not ripe and self._pictures:
                 return
             await self._cached.ask([picture.image.mm_hash for picture in ripe if picture.image is not None])

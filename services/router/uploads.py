@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+import io
+from collections.abc import Mapping
 
-import httpx
+import aiohttp
 import msgspec
 
 from triptych.shared.errors import (
@@ -14,10 +15,18 @@ from triptych.shared.errors import (
     InternalError,
     Overloaded,
     TriptychError,
-    WireError,
     from_wire,
 )
-from triptych.shared.messages import Heartbeat, InstanceId, RequestId, TensorRef
+from triptych.shared.messages import (
+    ErrorReply,
+    Heartbeat,
+    InstanceId,
+    PreprocessReply,
+    PreprocessRequest,
+    RequestId,
+    TensorRef,
+)
+from triptych.shared.wire import REQUEST_HEADER, decode_reply, header_of
 
 MAX_CONNECTIONS = 256  # chosen: uploads at once; one more waits for its turn
 CONNECT_TIMEOUT_S = 2.0  # chosen: same host or same network
@@ -29,66 +38,58 @@ class Uploader:
 
     def __init__(self, router_id: InstanceId) -> None:
         self._router_id = router_id
-        self._client = httpx.AsyncClient(
-            limits=httpx.Limits(max_connections=MAX_CONNECTIONS, max_keepalive_connections=32, keepalive_expiry=KEEP_ALIVE_S),
-            follow_redirects=False,
-            trust_env=False,
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=MAX_CONNECTIONS, keepalive_timeout=KEEP_ALIVE_S),
+            cookie_jar=aiohttp.DummyCookieJar(),
         )
 
-    async def media(self, beat: Heartbeat, request_id: RequestId, content: bytes, timeout_s: float) -> str:
-        """Leave an encoded image at `beat`'s instance; the media_id to name it by.
+    async def picture(self, beat: Heartbeat, request: PreprocessRequest, content: bytes) -> PreprocessReply:
+        """Have an encoded picture preprocessed at `beat`'s instance.
 
         Raises:
-            InstanceLost: nobody answers there.
+            InstanceLost: nobody answers there (code unreachable), or no longer.
             TriptychError: what it answered.
         """
-        answer = await self._post(beat, "/media", request_id, content, timeout_s)
-        media_id = answer.get("media_id")
-        if not isinstance(media_id, str):
+        headers = {REQUEST_HEADER: header_of(request)}
+        reply = decode_reply(await self._post(beat, "/media", headers, content, request.timeout_s))
+        if not isinstance(reply, PreprocessReply):
             raise InternalError("a preprocess instance answered an upload with something else")
-        return media_id
+        return reply
 
     async def blob(self, beat: Heartbeat, request_id: RequestId, content: bytes, timeout_s: float) -> TensorRef:
-        """Leave bytes at `beat`'s instance as a uint8 tensor. Raises as `media` does."""
-        answer = await self._post(beat, "/blobs", request_id, content, timeout_s)
-        try:
-            return msgspec.convert(answer, TensorRef)
-        except msgspec.ValidationError as error:
-            raise InternalError("a preprocess instance answered an upload with something else") from error
+        """Leave bytes at `beat`'s instance as a uint8 tensor. Raises as `picture` does."""
+        headers = {"x-request-id": request_id, "x-router-id": self._router_id}
+        answer = await self._post(beat, "/blobs", headers, content, timeout_s)
+        return msgspec.msgpack.decode(answer, type=TensorRef)
 
     async def close(self) -> None:
-        await self._client.aclose()
+        await self._http.close()
 
-    async def _post(
-        self, beat: Heartbeat, path: str, request_id: RequestId, content: bytes, timeout_s: float
-    ) -> dict[str, Any]:
-        headers = {
-            "content-type": "application/octet-stream",
-            "x-request-id": request_id,
-            "x-router-id": self._router_id,
-        }
-        timeout = httpx.Timeout(timeout_s, connect=min(CONNECT_TIMEOUT_S, timeout_s))
+    async def _post(self, beat: Heartbeat, path: str, headers: Mapping[str, str], content: bytes, timeout_s: float) -> bytes:
+        timeout = aiohttp.ClientTimeout(timeout_s, sock_connect=min(CONNECT_TIMEOUT_S, timeout_s))
+        sending = self._http.post(
+            beat.http_url + path, data=io.BytesIO(content), headers=headers, timeout=timeout, allow_redirects=False
+        )
         try:
-            response = await self._client.post(beat.http_url + path, content=content, headers=headers, timeout=timeout)
-        except (httpx.PoolTimeout, httpx.ReadTimeout, httpx.WriteTimeout):
-            raise DeadlineExceeded() from None
-        except httpx.HTTPError as error:
-            # Also when it broke off half-way: what arrived is dropped there with the request.
+            async with sending as response:
+                answer = await response.read()
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise InstanceLost("a preprocess instance is gone", instance_id=beat.instance_id, code=UNREACHABLE) from error
-        try:
-            answer = msgspec.json.decode(response.content)
-        except msgspec.DecodeError:
-            answer = None
-        if not isinstance(answer, dict):
-            answer = {}
-        if response.is_success:
+        except TimeoutError:
+            raise DeadlineExceeded() from None
+        except aiohttp.ClientError as error:  # half-way: it may be what we sent that ended it
+            raise InstanceLost("a preprocess instance was lost", instance_id=beat.instance_id) from error
+        if response.ok:
             return answer
-        raise _error(response.status_code, answer.get("error"))
+        raise _error(response.status, answer)
 
 
-def _error(status: int, body: Any) -> TriptychError:
-    """What an upload was refused with: a WireError, or at least its status."""
+def _error(status: int, answer: bytes) -> TriptychError:
+    """What an upload was refused with: an ErrorReply, or at least its status."""
     try:
-        return from_wire(msgspec.convert(body, WireError))
-    except msgspec.ValidationError:
-        return Overloaded("a preprocess instance is busy") if status == 503 else InternalError()
+        reply = decode_reply(answer)
+    except msgspec.MsgspecError:
+        reply = None
+    if isinstance(reply, ErrorReply):
+        return from_wire(reply.error)
+    return Overloaded("a preprocess instance is busy") if status == 503 else InternalError()

@@ -1,7 +1,7 @@
 """One instance's tensor memory: a sealed memfd, mapped once, that same-host peers can map read-only.
 
 The kernel frees it with the process, whatever its end. Layout: a first page with the probe token, then ranges of
-`allocator.FirstFit`, each with a stamp of STAMP_BYTES (the tensor's id, zeroed when the range is freed) before its data:
+`allocator.FirstFit`, each with a stamp of STAMP_BYTES (which tensor it is, zeroed when the range is freed) before its data:
 
     | token ... | stamp | data ... | stamp | data ... |
 
@@ -26,9 +26,9 @@ TOKEN_BYTES = 32
 KEEP_WARM_BYTES = 32 << 20  # chosen: pages that an idle arena keeps; the rest goes back to the system
 
 
-def stamp_of(tensor_id: TensorId) -> bytes:
-    """What lies before the data of a live tensor."""
-    return tensor_id.encode().ljust(STAMP_BYTES, b"\0")
+def stamp_of(tensor_id: TensorId, shape: tuple[int, ...], dtype: torch.dtype) -> bytes:
+    """What lies before the data of a live tensor: which it is and, as far as there is room, what."""
+    return f"{tensor_id} {dtype} {shape}".encode()[:STAMP_BYTES].ljust(STAMP_BYTES, b"\0")
 
 
 class Arena:
@@ -55,8 +55,8 @@ class Arena:
         self._high_bytes = max(self._high_bytes, start + STAMP_BYTES + num_bytes)
         return mmap.PAGESIZE + start + STAMP_BYTES
 
-    def stamp(self, offset: int, tensor_id: TensorId) -> None:
-        self._map[offset - STAMP_BYTES : offset] = stamp_of(tensor_id)
+    def stamp(self, offset: int, tensor_id: TensorId, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self._map[offset - STAMP_BYTES : offset] = stamp_of(tensor_id, shape, dtype)
 
     def free(self, offset: int) -> None:
         self._map[offset - STAMP_BYTES : offset] = bytes(STAMP_BYTES)

@@ -136,18 +136,20 @@ class EmulatedTransport(OwnTensors):
         return PullReply()
 
     def on_pull_done(self, message: PullDone) -> None:
-        self._store.end_pull(message.tensor_id, PullKey(message.puller, message.transfer_id), message.release)
+        if message.release:
+            self._store.release(message.tensor_id)
+        self._store.end_pull(message.tensor_id, PullKey(message.puller, message.transfer_id))
 
     async def on_pair(self, message: PairRequest) -> Accepted:
         raise InternalError("emulated instances form no pairs", code="bad_channel")
 
     def forget_peer(self, instance_id: InstanceId) -> None:
         for tensor_id, key in self._store.pulls(instance_id):
-            self._store.end_pull(tensor_id, key, release=False)
+            self._store.end_pull(tensor_id, key)
 
     async def _sweep(self, now_s: float) -> None:
         for tensor_id, key in self._store.pulls(due_s=now_s):
-            self._store.end_pull(tensor_id, key, release=False)
+            self._store.end_pull(tensor_id, key)
         self._store.sweep(now_s)
 
     async def close(self) -> None:

@@ -1,6 +1,6 @@
 """Where a store keeps its tensors: `TensorMemory`, with bytes in arena.py and without any in stand_in.py.
 
-Offsets are of a range's data. Each range has STAMP_BYTES before it, with the id of the tensor that lies there. No torch.
+Offsets are of a range's data. Each range has STAMP_BYTES before it that tell which tensor lies there. No torch.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # only named: stores of emulated instances hold no torch tens
     import torch
 
 STAMP_BYTES = ALIGN_BYTES
+INLINE_COPY_BYTES = 256 << 10  # chosen: about 30 us of copying, less than a hop to a thread and back
 DTYPE_NAMES = frozenset(
     ("uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64", "bool")
 )  # those that travel
@@ -30,7 +31,7 @@ class TensorMemory(Protocol):
         """Offset of num_bytes of data, or None when there is no room."""
         ...
 
-    def stamp(self, offset: int, tensor_id: TensorId) -> None:
+    def stamp(self, offset: int, tensor_id: TensorId, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Mark the data at offset as complete and of this tensor."""
         ...
 

@@ -6,6 +6,8 @@ puller                                   owner
   | <-- PullReply or a typed refusal ---- |
   |    memcpy, or receive                 |
   | -- PullDone ------------------------> |  unpins, maybe drops
+
+What lies in an arena that we can read is copied without asking; its stamp tells afterwards whether it was still there.
 """
 
 from __future__ import annotations
@@ -24,12 +26,14 @@ from triptych.shared.errors import UNREACHABLE, DeadlineExceeded, InstanceLost, 
 from triptych.shared.instance_info import TransportAddress
 from triptych.shared.messages import InstanceId, PullDone, PullReply, PullRequest, TensorRef
 from triptych.shared.transport.api import ControlPlane
+from triptych.shared.transport.memory import INLINE_COPY_BYTES
 from triptych.shared.transport.pair import MAX_PIECES, Pair, pair_lost
-from triptych.shared.transport.shared_memory import SharedMemory
+from triptych.shared.transport.shared_memory import PeerArena, SharedMemory
 from triptych.shared.transport.torch_distributed import Owners, backend_of
 
 Mode = Literal["auto", "gloo", "shared_memory"]
 
+RELEASE_DELAY_S = 0.005  # chosen: a step of the engine is begun by then
 _TAGS = 1 << 31
 # The owner's answers that it gives before it sends anything, and NATS's that nobody is there. After any other failure, such as
 # a lost reply, a send may be under way.
@@ -83,15 +87,33 @@ class Puller:
         """Unique among this puller's last half a million transfers: Gloo's tags are 31 bits, a transfer takes MAX_PIECES."""
         return next(self._transfer_ids) % _TAGS
 
+    def copied(self, pull: Pull) -> torch.Tensor | None:
+        """A small tensor that lies in memory we can read, to be released by `release_later`. None: it takes a `pull`. Raises
+        what that raises."""
+        if pull.ref.offset is None or pull.ref.num_bytes > INLINE_COPY_BYTES or (arena := self._arena_of(pull)) is None:
+            return None
+        destination = pull.allocate()
+        self._shared_memory.copy_now(arena, pull.ref.offset, pull.ref.tensor_id, destination)
+        return destination
+
+    async def release_later(self, pull: Pull) -> None:
+        """When whoever waited for the tensor has gone on: its room can wait."""
+        await asyncio.sleep(RELEASE_DELAY_S)
+        await self.publish_done(pull, release=True)
+
+    def _arena_of(self, pull: Pull) -> PeerArena | None:
+        return self._shared_memory.arena_of(pull.ref.owner, pull.address) if self._mode != "gloo" else None
+
     async def pull(self, pull: Pull) -> torch.Tensor:
         """Raises what `Transport.pull` raises."""
-        arena = self._shared_memory.arena_of(pull.ref.owner, pull.address) if self._mode != "gloo" else None
+        arena = self._arena_of(pull)
         if arena is not None:
-            request = pull.request(self._instance_id, "shared_memory")
             async with _Done(self, pull) as done:
-                reply = await self._ask(pull, request)
+                offset = pull.ref.offset
+                if offset is None:
+                    offset = (await self._ask(pull, pull.request(self._instance_id, "shared_memory"))).offset
                 destination = pull.allocate()
-                await self._shared_memory.copy(arena, reply.offset, pull.ref.tensor_id, destination)
+                await self._shared_memory.copy(arena, offset, pull.ref.tensor_id, destination)
                 done.is_copied = True
             return destination
         if self._mode == "shared_memory":

@@ -37,7 +37,7 @@ class Room:
         """
         if num_bytes + STAMP_BYTES > self._memory.allocator.capacity_bytes:
             raise Overloaded("a tensor is larger than the whole tensor store", code="tensor_too_large", retry_after_s=None)
-        offset = None if self._waiters else self._memory.allocate(num_bytes)
+        offset = self.take_now(num_bytes)
         if offset is not None:
             return offset
         if len(self._waiters) >= MAX_WAITERS or wait_s <= 0:
@@ -52,6 +52,10 @@ class Room:
             if isinstance(error, TimeoutError):
                 raise _full() from None
             raise
+
+    def take_now(self, num_bytes: int) -> int | None:
+        """Offset of num_bytes, to be given back, or None when there is no room or others wait for it."""
+        return None if self._waiters else self._memory.allocate(num_bytes)
 
     def give_back(self, offset: int) -> None:
         """Free a range and serve the waiters that now fit."""

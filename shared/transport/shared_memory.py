@@ -57,18 +57,21 @@ class PeerArena:
         return cls(mapping) if is_same else None
 
     def copy(self, offset: int, tensor_id: TensorId, destination: torch.Tensor) -> None:
-        """Copy a pinned tensor out; runs in a thread, without the GIL.
+        """Copy a tensor out, pinned or not, without the GIL.
 
         Raises:
             InstanceLost: it is not there, or was freed while we copied.
-            InternalError: the offset is out of bounds.
+            InternalError: the offset is out of bounds, or it is of another shape or dtype.
         """
         raw = raw_bytes(destination).numpy()
         if not mmap.PAGESIZE + STAMP_BYTES <= offset <= len(self._bytes) - len(raw):
             raise InternalError("a tensor's offset is outside its owner's arena", code="tensor_mismatch")
         np.copyto(raw, self._bytes[offset : offset + len(raw)])
-        if self._mapping[offset - STAMP_BYTES : offset] != stamp_of(tensor_id):
+        found = self._mapping[offset - STAMP_BYTES : offset]
+        if not found.startswith(f"{tensor_id} ".encode()):
             raise tensor_gone()
+        if found != stamp_of(tensor_id, tuple(destination.shape), destination.dtype):
+            raise InternalError("the puller expects another shape or dtype than is stored", code="tensor_mismatch")
 
 
 class SharedMemory:
@@ -87,15 +90,15 @@ class SharedMemory:
         return self._peers[owner]
 
     async def copy(self, arena: PeerArena, offset: int, tensor_id: TensorId, destination: torch.Tensor) -> None:
-        """Copy a pinned tensor into a contiguous destination; see `PeerArena.copy`."""
+        """`copy_now` in a thread."""
+        await asyncio.get_running_loop().run_in_executor(self._copies, self.copy_now, arena, offset, tensor_id, destination)
 
-        def copy() -> None:
-            host = destination if destination.device.type == "cpu" else torch.empty(destination.shape, dtype=destination.dtype)
-            arena.copy(offset, tensor_id, host)
-            if host is not destination:
-                destination.copy_(host)
-
-        await asyncio.get_running_loop().run_in_executor(self._copies, copy)
+    def copy_now(self, arena: PeerArena, offset: int, tensor_id: TensorId, destination: torch.Tensor) -> None:
+        """Copy a tensor into a contiguous destination; see `PeerArena.copy`."""
+        host = destination if destination.device.type == "cpu" else torch.empty(destination.shape, dtype=destination.dtype)
+        arena.copy(offset, tensor_id, host)
+        if host is not destination:
+            destination.copy_(host)
 
     def forget(self, owner: InstanceId) -> None:
         self._peers.pop(owner, None)

@@ -62,7 +62,7 @@ class StandInMemory:
         start = self.allocator.allocate(STAMP_BYTES + num_bytes)
         return None if start is None else start + STAMP_BYTES
 
-    def stamp(self, offset: int, tensor_id: TensorId) -> None:
+    def stamp(self, offset: int, tensor_id: TensorId, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """There is nothing to mark."""
 
     def free(self, offset: int) -> None:

@@ -1,6 +1,6 @@
 """Leased tensors of one instance, in its memory: bounded, refuses when full, frees after the last pull.
 
-A lease ends by release, by its request's release, by PullDone(release), or by expiry; its room is freed at once, or, when
+A lease ends by release (PullDone's, too), by its request's release, or by expiry; its room is freed at once, or, when
 it is being pulled, after the last of its pulls is done, given up by deadline, or dropped with its puller. Loop-only:
 copies run in `copies` threads, materialize in `writers` (it may wait for an engine), everything else on the event loop.
 """
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from triptych.shared.errors import DeadlineExceeded, InternalError, Overloaded, TriptychError
 from triptych.shared.messages import InstanceId, PullRequest, RequestId, TensorId, TensorRef
 from triptych.shared.transport.lease import Lease, PullKey, tensor_gone
-from triptych.shared.transport.memory import TensorMemory, dtype_name, num_bytes_of
+from triptych.shared.transport.memory import INLINE_COPY_BYTES, TensorMemory, dtype_name, num_bytes_of
 from triptych.shared.transport.room import Room
 
 if TYPE_CHECKING:  # only named, never computed with: emulated instances run without torch
@@ -28,7 +28,6 @@ if TYPE_CHECKING:  # only named, never computed with: emulated instances run wit
 
 PUT_WAIT_S = 5.0  # chosen: longer than a consumer takes to pull, shorter than a client's patience
 MAX_LEASES = 65_536  # chosen: bounds what zero-size and lazy tensors, which take no room, can use
-INLINE_COPY_BYTES = 256 << 10  # chosen: about 30 us of copying, less than a hop to a thread and back
 
 log = logging.getLogger(__name__)
 
@@ -82,12 +81,17 @@ class TensorStore:
         return self._add(lease, lease_s)
 
     async def put_kept(
-        self, tensor: torch.Tensor, request_id: RequestId, lease_s: float, on_release: Callable[[], None]
+        self, tensor: torch.Tensor, request_id: RequestId, lease_s: float, on_release: Callable[[], None], at_once: bool = False
     ) -> TensorRef:
-        """Lease a tensor that stays where it is; see `Transport.put_kept`."""
+        """Lease a tensor that stays where it is; see `Transport.put_kept`. at_once: where there is room it is copied in now, so
+        that a peer that can read the memory need not ask for it."""
         lease = self._new_lease(tuple(tensor.shape), tensor.dtype, request_id)
         lease.kept, lease.on_release = tensor, on_release
-        lease.materialize = lambda destination: self._memory.copy(destination, tensor)
+        lease.offset = self._room.take_now(lease.num_bytes) if at_once else None
+        if lease.offset is None:
+            lease.materialize = lambda destination: self._memory.copy(destination, tensor)
+        else:
+            await self._fill(lease, lambda destination: self._memory.copy(destination, tensor), None)
         return self._add(lease, lease_s)
 
     def get(self, tensor_id: TensorId) -> torch.Tensor:
@@ -136,20 +140,17 @@ class TensorStore:
             if lease.offset is None:
                 await self._materialize(lease, timeout_s)
         except BaseException:
-            self.end_pull(message.tensor_id, key, release=False)
+            self.end_pull(message.tensor_id, key)
             raise
         if key not in lease.pulls:
             raise tensor_gone()  # given up by its puller meanwhile
         return lease
 
-    def end_pull(self, tensor_id: TensorId, key: PullKey, release: bool) -> None:
+    def end_pull(self, tensor_id: TensorId, key: PullKey) -> None:
         """A transfer is over. Idempotent."""
         lease = self._leases.get(tensor_id) or self._ending.get(tensor_id)
-        if lease is None or lease.pulls.pop(key, None) is None:
-            return
-        if release:
-            self._end(lease)
-        self._settle(lease)
+        if lease is not None and lease.pulls.pop(key, None) is not None:
+            self._settle(lease)
 
     def is_pulled(self, tensor_id: TensorId, key: PullKey) -> bool:
         """That transfer is under way."""
@@ -202,7 +203,7 @@ class TensorStore:
         self._is_closed = True
         self._room.close()
         for tensor_id, key in self.pulls():
-            self.end_pull(tensor_id, key, release=False)
+            self.end_pull(tensor_id, key)
         for lease in tuple(self._leases.values()):
             self._end(lease)
         deadline_s = time.monotonic() + self._transfer_timeout_s
@@ -226,7 +227,8 @@ class TensorStore:
         lease.deadline_s = time.monotonic() + lease_s
         self._leases[lease.tensor_id] = lease
         self._by_request.setdefault(lease.request_id, set()).add(lease.tensor_id)
-        return TensorRef(lease.tensor_id, self._owner, lease.shape, dtype_name(lease.dtype), lease.num_bytes, lease_s)
+        what = lease.shape, dtype_name(lease.dtype), lease.num_bytes
+        return TensorRef(lease.tensor_id, self._owner, *what, lease_s, lease.offset)
 
     async def _fill(self, lease: Lease, write: Callable[[torch.Tensor], None], threads: Executor | None) -> None:
         """Write a lease's range, here when threads is None. The range is given back when that fails, and when the caller
@@ -237,7 +239,7 @@ class TensorStore:
                 write(destination)
             else:
                 await self._in_thread(threads, lambda: write(destination))
-            self._memory.stamp(self.offset_of(lease), lease.tensor_id)
+            self._memory.stamp(self.offset_of(lease), lease.tensor_id, lease.shape, lease.dtype)
         except BaseException:
             self._free_room(lease)
             raise

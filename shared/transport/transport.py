@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -32,6 +32,7 @@ from triptych.shared.transport.arena import Arena
 from triptych.shared.transport.layout import checked_dtype
 from triptych.shared.transport.lease import PullKey
 from triptych.shared.transport.local import pull_local
+from triptych.shared.transport.memory import INLINE_COPY_BYTES
 from triptych.shared.transport.own_tensors import MAX_PULLS_UNDER_WAY, OwnTensors
 from triptych.shared.transport.pulling import Mode, Pull, Puller
 from triptych.shared.transport.rendezvous import Rendezvous, address_of
@@ -89,6 +90,12 @@ class InstanceTransport(OwnTensors):
     async def put_bytes(self, data: Buffer, shape: tuple[int, ...], request_id: RequestId, lease_s: float) -> TensorRef:
         return await self.put(torch.frombuffer(data, dtype=torch.uint8).view(shape), request_id, lease_s)
 
+    async def put_kept(
+        self, tensor: torch.Tensor, request_id: RequestId, lease_s: float, on_release: Callable[[], None]
+    ) -> TensorRef:
+        is_small = tensor.device.type == "cpu" and tensor.nbytes <= INLINE_COPY_BYTES
+        return await self._store.put_kept(tensor, request_id, lease_s, on_release, at_once=is_small)
+
     # --- tensors of others -----------------------------------------------------------------------------------------------
 
     async def pull(
@@ -100,6 +107,10 @@ class InstanceTransport(OwnTensors):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         pull = self._new_pull(ref, peer, timeout_s, release, out)
+        if ref.owner != self._instance_id and (copied := self._puller.copied(pull)) is not None:
+            if release:
+                self._spawn(self._puller.release_later(pull))
+            return copied
         if self._num_pulls >= MAX_PULLS_UNDER_WAY:
             raise Overloaded("too many transfers at once", code="too_many_pulls")
         # a task of its own: a transfer under way cannot be stopped, only outlived, so a cancelled caller leaves it behind
@@ -163,11 +174,11 @@ class InstanceTransport(OwnTensors):
 
     def on_pull_done(self, message: PullDone) -> None:
         key = PullKey(message.puller, message.transfer_id)
+        if message.release:
+            self._store.release(message.tensor_id)  # nobody finds it from now on; its room follows its last pull
         if not self._pullers.has(message.puller):
-            self._store.end_pull(message.tensor_id, key, message.release)
+            self._store.end_pull(message.tensor_id, key)
         elif self._store.is_pulled(message.tensor_id, key):
-            if message.release:
-                self._store.release(message.tensor_id)  # nobody finds it from now on; its room follows
             self._spawn(self._finish(message.tensor_id, key))
 
     async def on_pair(self, message: PairRequest) -> Accepted:
@@ -184,17 +195,17 @@ class InstanceTransport(OwnTensors):
             self._spawn(self._give_up(instance_id, self._store.pulls(instance_id)))
         else:
             for tensor_id, key in self._store.pulls(instance_id):
-                self._store.end_pull(tensor_id, key, release=False)
+                self._store.end_pull(tensor_id, key)
 
     async def _finish(self, tensor_id: TensorId, key: PullKey) -> None:
         """Over torch.distributed the memory is free only after the send is."""
         await self._pullers.finish(key.puller, key.transfer_id)
-        self._store.end_pull(tensor_id, key, release=False)
+        self._store.end_pull(tensor_id, key)
 
     async def _give_up(self, puller: InstanceId, pulls: list[tuple[TensorId, PullKey]]) -> None:
         await self._pullers.drop(puller)
         for tensor_id, key in pulls:
-            self._store.end_pull(tensor_id, key, release=False)
+            self._store.end_pull(tensor_id, key)
 
     async def _sweep(self, now_s: float) -> None:
         overdue = self._store.pulls(due_s=now_s)

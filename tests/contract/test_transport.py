@@ -15,6 +15,7 @@ from support.loopback import LoopbackPlane
 from support.transport import until
 from triptych.shared.errors import DeadlineExceeded, InstanceLost, InternalError, Overloaded
 from triptych.shared.messages import InstanceId, Message, PairRequest, PullDone, PullRequest, Reply, RequestId, TensorRef
+from triptych.shared.transport.memory import INLINE_COPY_BYTES
 from triptych.shared.transport.transport import InstanceTransport
 
 CAPACITY_BYTES = 80 << 20
@@ -277,7 +278,7 @@ async def test_on_release_comes_once_whatever_the_end(peers: Peers, end: str) ->
 
 
 async def test_a_kept_tensor_is_there_without_a_copy_and_copied_when_pulled(peers: Peers) -> None:
-    lazy, tensor = Lazy(), torch.arange(8192, dtype=torch.int32)
+    lazy, tensor = Lazy(), torch.arange(INLINE_COPY_BYTES, dtype=torch.int32)
     ref = await peers.owner.put_kept(tensor, REQUEST, 30.0, lazy.on_release)
     assert peers.owner.get(ref) is tensor
     await peers.settled(0, 1)
@@ -289,6 +290,19 @@ async def test_a_kept_tensor_is_there_without_a_copy_and_copied_when_pulled(peer
     assert lazy.num_released == 1
     with pytest.raises(InstanceLost):
         peers.owner.get(ref)
+
+
+async def test_a_small_kept_tensor_is_copied_at_once(peers: Peers) -> None:
+    lazy, tensor = Lazy(), torch.arange(8192, dtype=torch.int32)
+    ref = await peers.owner.put_kept(tensor, REQUEST, 30.0, lazy.on_release)
+    assert peers.owner.get(ref) is tensor
+    assert ref.offset is not None
+    used_bytes, *_ = peers.owner.usage()
+    for release in (False, True):
+        await peers.settled(used_bytes, 1)
+        assert torch.equal(await peers.pull(ref, release=release), tensor)
+    await peers.settled()
+    assert lazy.num_released == 1
 
 
 async def test_a_failing_materialize_fails_the_pull_only(peers: Peers) -> None:
@@ -425,14 +439,18 @@ class TestLostOwner:
             pytest.skip("we cannot lose ourselves")
         return peers
 
+    async def ones(self, remote: Peers, size: int = 10) -> TensorRef:
+        """What the owner must be asked for, whatever the channel."""
+        return msgspec.structs.replace(await remote.owner.put(torch.ones(size), REQUEST, 30.0), offset=None)
+
     async def test_nobody_answers(self, remote: Peers) -> None:
-        ref = await remote.owner.put(torch.ones(10), REQUEST, 30.0)
+        ref = await self.ones(remote)
         del remote.plane.transports[OWNER]
         with pytest.raises(InstanceLost):
             await asyncio.wait_for(remote.pull(ref), 4.0)
 
     async def test_no_answer_in_time(self, remote: Peers) -> None:
-        ref = await remote.owner.put(torch.ones(10), REQUEST, 30.0)
+        ref = await self.ones(remote)
         remote.plane.silent = True
         with pytest.raises(DeadlineExceeded):
             await asyncio.wait_for(remote.pull(ref, timeout_s=0.2), 8.0)
@@ -440,7 +458,7 @@ class TestLostOwner:
         assert torch.equal(await remote.pull(ref), torch.ones(10))
 
     async def test_forgotten_during_a_pull(self, remote: Peers) -> None:
-        ref = await remote.owner.put(torch.ones(10), REQUEST, 30.0)
+        ref = await self.ones(remote)
         remote.plane.silent = True
         pull = asyncio.create_task(remote.pull(ref, timeout_s=3.0))
         await until(lambda: bool(remote.plane.sent))
@@ -451,7 +469,7 @@ class TestLostOwner:
         assert torch.equal(await remote.pull(ref), torch.ones(10))
 
     async def test_a_lost_reply_breaks_the_pair_that_may_be_sending(self, remote: Peers) -> None:
-        refs = [await remote.owner.put(torch.ones(1 << 20), REQUEST, 30.0) for _ in range(2)]
+        refs = [await self.ones(remote, 1 << 20) for _ in range(2)]
         await remote.pull(refs[0], release=False)
         remote.plane.loses_reply = True
         with pytest.raises(InstanceLost):
@@ -466,10 +484,19 @@ class TestLostOwner:
         assert not epochs or epochs[1] not in epochs[2:]
 
     async def test_channel_is_the_one_asked_for(self, remote: Peers, request: pytest.FixtureRequest) -> None:
-        ref = await remote.owner.put(torch.ones(10), REQUEST, 30.0)
+        ref = await self.ones(remote)
         await remote.pull(ref)
         channels = [message.channel for message in remote.plane.sent if isinstance(message, PullRequest)]
         assert channels == [request.node.callspec.params["peers"]]
+
+    async def test_what_lies_in_shared_memory_is_read_without_asking(
+        self, remote: Peers, request: pytest.FixtureRequest
+    ) -> None:
+        ref = await remote.owner.put(torch.ones(10), REQUEST, 30.0)
+        assert torch.equal(await remote.pull(ref), torch.ones(10))
+        num_asked = sum(isinstance(message, PullRequest) for message in remote.plane.sent)
+        assert num_asked == (request.node.callspec.params["peers"] != "shared_memory")
+        await remote.settled()
 
 
 @pytest.fixture

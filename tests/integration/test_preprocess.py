@@ -32,12 +32,13 @@ from triptych.services.preprocess.app import PreprocessService
 from triptych.services.preprocess.decode import DecodeOptions, decode_image
 from triptych.shared.bus import Bus
 from triptych.shared.checkpoint import open_checkpoint
-from triptych.shared.errors import BadRequest, DeadlineExceeded, InstanceLost, Overloaded
+from triptych.shared.errors import BadRequest, DeadlineExceeded, InstanceLost, Overloaded, from_wire
 from triptych.shared.http_host import listening_socket, url_of
 from triptych.shared.image_info import PixelLimits
 from triptych.shared.messages import (
     LOST_SUBJECT,
     DrainRequest,
+    ErrorReply,
     Event,
     Heartbeat,
     InstanceId,
@@ -45,6 +46,7 @@ from triptych.shared.messages import (
     PreprocessReply,
     PreprocessRequest,
     ReleaseRequest,
+    Reply,
     RequestId,
     TensorRef,
 )
@@ -53,6 +55,7 @@ from triptych.shared.registry import Registry
 from triptych.shared.service import ServiceContext, ServiceHost
 from triptych.shared.settings import Settings
 from triptych.shared.transport.transport import InstanceTransport
+from triptych.shared.wire import REQUEST_HEADER, decode_reply, header_of
 
 ROUTER = InstanceId("router-0-aaaaaaaa")
 PARAM = "messages.[0].content.[1].image_url"
@@ -70,6 +73,15 @@ def _jpeg(size: tuple[int, int]) -> bytes:
     return file(noise(*size), "JPEG")
 
 
+def _request(request_id: RequestId = R1, **more: Any) -> PreprocessRequest:
+    return PreprocessRequest(request_id, ROUTER, PARAM, **({"timeout_s": 20.0} | more))
+
+
+def _headers(request_id: RequestId = R1, **more: Any) -> dict[str, str]:
+    """For either kind of upload."""
+    return {"X-Request-Id": request_id, "X-Router-Id": ROUTER, REQUEST_HEADER: header_of(_request(request_id, **more))}
+
+
 @dataclass(slots=True)
 class Preprocess:
     """A running service and what a router and an encoder would do with it."""
@@ -81,21 +93,31 @@ class Preprocess:
     http: httpx.AsyncClient
     exited: asyncio.Task[int]
 
-    async def upload(self, data: bytes, request_id: RequestId = R1, path: str = "/media") -> httpx.Response:
-        headers = {"X-Request-Id": request_id, "X-Router-Id": ROUTER}
-        return await self.http.post(path, content=data, headers=headers)
-
-    async def ask(self, request_id: RequestId = R1, timeout_s: float = 20.0, **more: Any) -> PreprocessReply:
-        """more: url or media_id, and limits."""
-        request = PreprocessRequest(request_id, ROUTER, PARAM, timeout_s, **more)
-        reply = await self.bus.request(self.context.instance_id, request, 30)
+    async def ask(self, request_id: RequestId = R1, **more: Any) -> PreprocessReply:
+        """more: url or media_id, limits, and so on."""
+        reply = await self.bus.request(self.context.instance_id, _request(request_id, **more), 30)
         assert isinstance(reply, PreprocessReply)
         return reply
 
-    async def upload_and_ask(self, data: bytes, request_id: RequestId = R1, **more: Any) -> PreprocessReply:
-        answer = await self.upload(data, request_id)
-        assert answer.status_code == 200, answer.text
-        return await self.ask(request_id, media_id=answer.json()["media_id"], **more)
+    async def upload(self, data: bytes, request_id: RequestId = R1, **more: Any) -> PreprocessReply:
+        """`ask` with the picture along."""
+        status, reply = await self.post("/media", data, request_id, **more)
+        if isinstance(reply, ErrorReply):
+            raise from_wire(reply.error)
+        assert (status, type(reply)) == (200, PreprocessReply)
+        return reply
+
+    async def post(self, path: str, body: Any, request_id: RequestId = R1, **more: Any) -> tuple[int, Any]:
+        """Status and answer."""
+        answer = await self.http.post(path, content=body, headers=_headers(request_id, **more))
+        is_blob = path == "/blobs" and answer.is_success
+        return answer.status_code, msgspec.msgpack.decode(answer.content, type=TensorRef if is_blob else Reply)
+
+    async def keep(self, request_id: RequestId = R1) -> str:
+        """Leave `_png()`, which is known, to be decoded later."""
+        reply = await self.upload(_png(), request_id, may_skip_decode=True)
+        assert reply.media_id is not None
+        return reply.media_id
 
     async def pull(self, ref: TensorRef) -> torch.Tensor:
         return await self.transport.pull(ref, self.service.report().transport, 10)
@@ -163,7 +185,7 @@ async def _running(settings: Settings, index: CacheIndex | None) -> AsyncIterato
         exited = asyncio.create_task(ServiceHost(context, service).run(listener))
         transport = InstanceTransport(encoder_id, client_bus, "127.0.0.1", 1 << 20, mode=settings.transport)
         await transport.start()
-        async with httpx.AsyncClient(base_url=context.http_url, trust_env=False, timeout=20) as http:
+        async with httpx.AsyncClient(base_url=context.http_url, trust_env=False, timeout=60) as http:
             running = Preprocess(service, context, client_bus, transport, http, exited)
             await running.until(lambda: context.lifecycle.state == "ready", "ready")
             try:
@@ -208,7 +230,7 @@ async def test_uploaded_picture_becomes_pixels_and_identity(start: Start, checkp
     preprocess = await start(transport=mode)
     opened = open_checkpoint(str(checkpoint))
     info, image = decode_image(_png(), DecodeOptions(opened.image, opened.revision, 1_000_000), PARAM)
-    reply = await preprocess.upload_and_ask(_png())
+    reply = await preprocess.upload(_png())
     assert reply.image == info
     assert reply.pixels.shape == (info.height, info.width, 3)
     assert torch.equal(await preprocess.pull(reply.pixels), torch.from_numpy(np.array(image)))
@@ -220,13 +242,13 @@ async def test_uploaded_picture_becomes_pixels_and_identity(start: Start, checkp
 async def test_pixel_limits_reach_pixels_tokens_and_identity(start: Start) -> None:
     preprocess = await start()
     picture = _png(size=(400, 300))
-    plain = await preprocess.upload_and_ask(picture)
-    small = await preprocess.upload_and_ask(picture, R2, limits=PixelLimits(max_pixels=112 * 84))
+    plain = await preprocess.upload(picture)
+    small = await preprocess.upload(picture, R2, limits=PixelLimits(max_pixels=112 * 84))
     assert (small.image.width, small.image.height, small.image.num_tokens) == (112, 84, 12)
     assert small.pixels.shape == (84, 112, 3)
     assert small.image.num_tokens < plain.image.num_tokens
     assert small.image.mm_hash != plain.image.mm_hash
-    beyond = await preprocess.upload_and_ask(picture, R2, limits=PixelLimits(1, 1 << 30))
+    beyond = await preprocess.upload(picture, R2, limits=PixelLimits(1, 1 << 30))
     assert beyond.image == plain.image
 
 
@@ -235,7 +257,7 @@ async def test_url_is_downloaded(start: Start) -> None:
         return web.Response(body=_png())
 
     preprocess = await start(allow_private_media=True)
-    uploaded = await preprocess.upload_and_ask(_png())
+    uploaded = await preprocess.upload(_png())
     async with _site(handler) as url:
         downloaded = await preprocess.ask(R2, url=url)
     assert downloaded.image == uploaded.image
@@ -247,10 +269,10 @@ async def test_url_is_downloaded(start: Start) -> None:
 
 async def test_a_known_file_is_not_decoded_until_its_pixels_are_wanted(start: Start) -> None:
     preprocess = await start()
-    first = await preprocess.upload_and_ask(_png(), may_skip_decode=True)
+    first = await preprocess.upload(_png(), may_skip_decode=True)
     assert first.pixels is not None
     assert first.media_id is None
-    known = await preprocess.upload_and_ask(_png(), R2, may_skip_decode=True)
+    known = await preprocess.upload(_png(), R2, may_skip_decode=True)
     assert (known.image, known.pixels) == (first.image, None)
     assert preprocess.counted() == {"decoded": 1, "identified": 1}
     wanted = await preprocess.ask(R2, media_id=known.media_id)
@@ -262,17 +284,17 @@ async def test_a_known_file_is_not_decoded_until_its_pixels_are_wanted(start: St
 
 async def test_another_process_told_the_index(start: Start) -> None:
     index = MemoryIndex()
-    first = await (await start(index=index)).upload_and_ask(_png())
+    first = await (await start(index=index)).upload(_png())
     preprocess = await start(index=index, name="preprocess-1")
-    known = await preprocess.upload_and_ask(_png(), R2, may_skip_decode=True)
+    known = await preprocess.upload(_png(), R2, may_skip_decode=True)
     assert (known.image, known.pixels) == (first.image, None)
     assert preprocess.counted() == {"decoded": 0, "identified": 1}
 
 
 async def test_what_was_only_identified_goes_with_its_request(start: Start) -> None:
     preprocess = await start()
-    await preprocess.pull((await preprocess.upload_and_ask(_png())).pixels)
-    known = await preprocess.upload_and_ask(_png(), R2, may_skip_decode=True)
+    await preprocess.pull((await preprocess.upload(_png())).pixels)
+    known = await preprocess.upload(_png(), R2, may_skip_decode=True)
     assert preprocess.left_over()[-1] == len(_png())
     await preprocess.release(R2)
     await preprocess.until_empty()
@@ -283,7 +305,7 @@ async def test_what_was_only_identified_goes_with_its_request(start: Start) -> N
 async def test_tenants_do_not_share_what_is_known(start: Start) -> None:
     preprocess = await start()
     replies = [
-        await preprocess.upload_and_ask(_png(), RequestId(f"r{i}"), may_skip_decode=True, cache_salt=salt)
+        await preprocess.upload(_png(), RequestId(f"r{i}"), may_skip_decode=True, cache_salt=salt)
         for i, salt in enumerate((b"", b"a", b"b", b"a"))
     ]
     assert [reply.pixels is None for reply in replies] == [False, False, False, True]
@@ -293,8 +315,8 @@ async def test_tenants_do_not_share_what_is_known(start: Start) -> None:
 async def test_a_known_file_seen_at_another_size_is_another_picture(start: Start) -> None:
     preprocess = await start()
     picture = _png(size=(400, 300))
-    await preprocess.upload_and_ask(picture, may_skip_decode=True)
-    small = await preprocess.upload_and_ask(picture, R2, may_skip_decode=True, limits=PixelLimits(max_pixels=112 * 84))
+    await preprocess.upload(picture, may_skip_decode=True)
+    small = await preprocess.upload(picture, R2, may_skip_decode=True, limits=PixelLimits(max_pixels=112 * 84))
     assert small.pixels is not None
 
 
@@ -302,7 +324,7 @@ async def test_many_pictures_at_once(start: Start) -> None:
     preprocess = await start()
     ids = [RequestId(f"r{index}") for index in range(40)]
     pictures = [_png(index, (30 + index, 200 - 3 * index)) for index in range(40)]
-    replies = await asyncio.gather(*(preprocess.upload_and_ask(*pair) for pair in zip(pictures, ids, strict=True)))
+    replies = await asyncio.gather(*(preprocess.upload(*pair) for pair in zip(pictures, ids, strict=True)))
     assert len({reply.image.mm_hash for reply in replies}) == 40
     pulled = await asyncio.gather(*(preprocess.pull(reply.pixels) for reply in replies))
     assert [tuple(pixels.shape) for pixels in pulled] == [reply.pixels.shape for reply in replies]
@@ -313,7 +335,7 @@ async def test_many_large_pictures_do_not_hold_up_the_loop(start: Start) -> None
     """64 at once; the service answers /live meanwhile, nine times of ten within 100 ms on a machine with other work."""
     preprocess = await start()
     picture = _jpeg((1600, 1200))
-    decoding = asyncio.gather(*(preprocess.upload_and_ask(picture, RequestId(f"r{index}")) for index in range(64)))
+    decoding = asyncio.gather(*(preprocess.upload(picture, RequestId(f"r{index}")) for index in range(64)))
     took_s: list[float] = []
     while not decoding.done():
         begun_at_s = time.monotonic()
@@ -329,7 +351,7 @@ async def test_killed_workers_cost_nobody_a_picture(start: Start) -> None:
     preprocess = await start(decode_workers=2)
     pool = preprocess.service._pool
     picture = _jpeg((800, 600))
-    tasks = [asyncio.create_task(preprocess.upload_and_ask(picture, RequestId(f"r{index}"))) for index in range(40)]
+    tasks = [asyncio.create_task(preprocess.upload(picture, RequestId(f"r{index}"))) for index in range(40)]
     victims = set(pool.pids)  # each once: a picture has two tries
     assert len(victims) == 2
     for num_done, pid in zip((5, 15), victims, strict=True):
@@ -348,7 +370,7 @@ async def test_odd_pictures_are_their_plain_equivalents(start: Start) -> None:
     preprocess = await start()
     for name in ("PNG orientation 6", "rgba", "grey 16 bits ramp", "cmyk jpeg", "animated WEBP"):
         encoded, plain = ODD[name]
-        odd, upright = await preprocess.upload_and_ask(encoded), await preprocess.upload_and_ask(file(plain), R2)
+        odd, upright = await preprocess.upload(encoded), await preprocess.upload(file(plain), R2)
         assert odd.image == upright.image, name
         assert torch.equal(await preprocess.pull(odd.pixels), await preprocess.pull(upright.pixels)), name
 
@@ -356,9 +378,8 @@ async def test_odd_pictures_are_their_plain_equivalents(start: Start) -> None:
 async def test_long_prompt_is_leased_as_bytes(start: Start) -> None:
     preprocess = await start()
     blob = np.arange(20_000, dtype="<u4").tobytes()
-    answer = await preprocess.upload(blob, path="/blobs")
-    assert answer.status_code == 200
-    ref = msgspec.json.decode(answer.content, type=TensorRef)
+    status, ref = await preprocess.post("/blobs", blob)
+    assert status == 200
     assert (ref.shape, ref.dtype, ref.num_bytes) == ((80_000,), "uint8", 80_000)
     pulled = await preprocess.pull(ref)
     assert pulled.numpy().tobytes() == blob
@@ -374,8 +395,8 @@ async def test_heartbeat_tells_what_is_held(start: Start) -> None:
             beats.append(event)
 
     await preprocess.bus.listen("triptych.v1.heartbeat", on_event)
-    await preprocess.upload(_png())
-    reply = await preprocess.upload_and_ask(_png(), R2)
+    reply = await preprocess.upload(_png())
+    await preprocess.keep(R2)
     await preprocess.until(lambda: beats and beats[-1].resources.num_leases == 1, "a heartbeat with a lease")
     beat = beats[-1]
     assert beat.resources.tensor_store_bytes >= reply.pixels.num_bytes
@@ -391,7 +412,7 @@ async def test_heartbeat_tells_what_is_held(start: Start) -> None:
 async def test_broken_picture_is_the_clients_fault_and_harms_nobody(start: Start) -> None:
     preprocess = await start()
     bad, good = await asyncio.gather(
-        preprocess.upload_and_ask(_png()[:-200], R1), preprocess.upload_and_ask(_png(), R2), return_exceptions=True
+        preprocess.upload(_png()[:-200], R1), preprocess.upload(_png(), R2), return_exceptions=True
     )
     assert isinstance(bad, BadRequest)
     assert (bad.code, bad.status, bad.param) == ("invalid_image", 400, PARAM)
@@ -408,7 +429,8 @@ async def test_private_url_is_refused_by_default(start: Start, hanging_url: str)
 
 async def test_unknown_upload_must_be_sent_again(start: Start) -> None:
     preprocess = await start()
-    media_id = (await preprocess.upload(_png())).json()["media_id"]
+    await preprocess.upload(_png())
+    media_id = await preprocess.keep()
     for request_id, asked in ((R1, "0" * 32), (R2, media_id)):
         with pytest.raises(InstanceLost) as caught:
             await preprocess.ask(request_id, media_id=asked)
@@ -424,16 +446,17 @@ async def test_request_without_a_source(start: Start) -> None:
 @pytest.mark.parametrize("path", ["/media", "/blobs"])
 async def test_upload_bounds(start: Start, path: str) -> None:
     preprocess = await start(max_media_bytes=2000, media_store_bytes=1 << 16)
-    kept = [await preprocess.upload(bytes(2000), RequestId(f"r{index}")) for index in range(32)]
-    assert {answer.status_code for answer in kept} == {200}
-    too_large = await preprocess.upload(bytes(2001), path=path)
-    assert (too_large.status_code, too_large.json()["error"]["code"]) == (413, "image_too_large")
-    full = await preprocess.upload(bytes(2000), path=path)
-    assert (full.status_code, full.json()["error"]["kind"]) == (503, "overloaded")
-    for index in range(32):
-        await preprocess.release(RequestId(f"r{index}"))
+    picture = _png(size=(8, 8)).ljust(2000, b"\0")
+    ids = [RequestId(f"r{index}") for index in range(33)]
+    for request_id in ids:  # all but the first one are known, and kept
+        await preprocess.upload(picture, request_id, may_skip_decode=True)
+    for size, status, code in ((2001, 413, "image_too_large"), (2000, 503, "overloaded")):
+        answer = await preprocess.post(path, bytes(size))
+        assert (answer[0], answer[1].error.code) == (status, code)
+    for request_id in ids:
+        await preprocess.release(request_id)
     await preprocess.until_empty()
-    assert (await preprocess.upload(bytes(2000), RequestId("after"), path)).status_code == 200
+    assert (await preprocess.post(path, picture, RequestId("after")))[0] == 200
 
 
 @pytest.mark.parametrize("path", ["/media", "/blobs"])
@@ -445,31 +468,41 @@ async def test_streamed_upload_over_the_bound_is_cut(start: Start, path: str) ->
         for _ in range(100):
             yield bytes(100)
 
-    headers = {"X-Request-Id": R1, "X-Router-Id": ROUTER}
-    answer = await preprocess.http.post(path, content=body(), headers=headers)
-    assert answer.status_code == 413
+    assert (await preprocess.post(path, body()))[0] == 413
     await preprocess.until_empty()
 
 
 @pytest.mark.parametrize(
-    "headers", [{}, {"X-Request-Id": "r1"}, {"X-Request-Id": "r 1", "X-Router-Id": "r"}, {"X-Router-Id": "r"}]
+    ("path", "headers"),
+    [
+        ("/blobs", {}),
+        ("/blobs", {"X-Request-Id": "r1"}),
+        ("/blobs", {"X-Request-Id": "r 1", "X-Router-Id": "r"}),
+        ("/blobs", {"X-Router-Id": "r"}),
+        ("/media", {}),
+        ("/media", {REQUEST_HEADER: "no base64"}),
+        ("/media", {REQUEST_HEADER: "AAAA"}),
+        ("/media", {REQUEST_HEADER: header_of(ReleaseRequest(R1))}),
+    ],
 )
-async def test_uploads_need_their_headers(start: Start, headers: dict[str, str]) -> None:
+async def test_uploads_need_their_headers(start: Start, path: str, headers: dict[str, str]) -> None:
     preprocess = await start()
-    answer = await preprocess.http.post("/media", content=b"x", headers=headers)
-    assert (answer.status_code, answer.json()["error"]["kind"]) == (400, "bad_request")
+    answer = await preprocess.http.post(path, content=b"x", headers=headers)
+    reply = decode_reply(answer.content)
+    assert isinstance(reply, ErrorReply)
+    assert (answer.status_code, reply.error.kind) == (400, "bad_request")
 
 
 async def test_empty_blob(start: Start) -> None:
     preprocess = await start()
-    assert (await preprocess.upload(b"", path="/blobs")).status_code == 400
+    assert (await preprocess.post("/blobs", b""))[0] == 400
 
 
 async def test_upload_that_breaks_off_leaves_nothing(start: Start) -> None:
     preprocess = await start()
     _, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(preprocess.context.http_url).port)
-    head = f"POST /media HTTP/1.1\r\nHost: x\r\nX-Request-Id: r1\r\nX-Router-Id: {ROUTER}\r\nContent-Length: 1000\r\n\r\n"
-    writer.write(head.encode() + bytes(500))
+    lines = ["POST /media HTTP/1.1", "Host: x", "Content-Length: 1000", *map(": ".join, _headers().items()), "", ""]
+    writer.write("\r\n".join(lines).encode() + bytes(500))
     await preprocess.until(lambda: preprocess.left_over()[4] == 500, "half of the body")
     writer.close()
     await preprocess.until_empty()
@@ -481,7 +514,7 @@ async def test_waiting_is_bounded(start: Start, hanging_url: str) -> None:
     await preprocess.until(lambda: preprocess.left_over()[0] == 2, "two downloads")
     with pytest.raises(Overloaded):
         await preprocess.ask(url=hanging_url)
-    assert (await preprocess.upload(_png())).status_code == 503
+    assert (await preprocess.post("/media", _png()))[0] == 503
     for index, task in enumerate(hanging):
         await preprocess.release(RequestId(f"h{index}"))
         with pytest.raises(InstanceLost):
@@ -494,11 +527,11 @@ async def test_waiting_is_bounded(start: Start, hanging_url: str) -> None:
 
 async def test_release_frees_everything_of_its_request_only(start: Start, hanging_url: str) -> None:
     preprocess = await start(allow_private_media=True)
-    await preprocess.upload_and_ask(_png())
     await preprocess.upload(_png())
-    await preprocess.upload(bytes(100), path="/blobs")
+    await preprocess.keep()
+    await preprocess.post("/blobs", bytes(100))
     running = asyncio.create_task(preprocess.ask(url=hanging_url))
-    other = await preprocess.upload_and_ask(_png(), R2)
+    other = await preprocess.upload(_png(), R2)
     await preprocess.until(lambda: preprocess.left_over()[:3] == (2, 0, 3), "an upload, a download and three leases")
     await preprocess.release(R1)
     with pytest.raises(InstanceLost) as caught:
@@ -515,13 +548,13 @@ async def test_release_that_overtakes_its_request(start: Start) -> None:
     await preprocess.upload(_png(), R2)  # a round trip, after which the release is read
     with pytest.raises(InstanceLost):
         await preprocess.ask(url="http://127.0.0.1/")
-    assert (await preprocess.upload(_png())).status_code == 503
+    assert (await preprocess.post("/media", _png()))[0] == 503
 
 
 async def test_lost_router_frees_everything_it_held(start: Start, hanging_url: str) -> None:
     preprocess = await start(allow_private_media=True)
-    await preprocess.upload_and_ask(_png())
-    await preprocess.upload(_png(), R2)
+    await preprocess.upload(_png())
+    await preprocess.keep(R2)
     running = asyncio.create_task(preprocess.ask(RequestId("r3"), url=hanging_url))
     await preprocess.until(lambda: preprocess.left_over()[:3] == (2, 0, 1), "an upload, a download and a lease")
     await preprocess.bus.publish_event(LOST_SUBJECT, Lost(ROUTER, "router-0", -9, expected=False))
@@ -540,8 +573,7 @@ async def test_deadline(start: Start, hanging_url: str) -> None:
 async def test_lease_expires(start: Start) -> None:
     """The backstop, when a router forgets to release."""
     preprocess = await start()
-    media_id = (await preprocess.upload(_png())).json()["media_id"]
-    reply = await preprocess.ask(timeout_s=1.0, media_id=media_id)
+    reply = await preprocess.upload(_png(), timeout_s=1.0)
     await preprocess.until_empty()
     with pytest.raises(InstanceLost):
         await preprocess.pull(reply.pixels)
@@ -549,19 +581,20 @@ async def test_lease_expires(start: Start) -> None:
 
 async def test_draining_refuses_new_work_and_waits_for_what_is_leased(start: Start) -> None:
     preprocess = await start()
-    reply = await preprocess.upload_and_ask(_png())
+    reply = await preprocess.upload(_png())
     await preprocess.bus.request(preprocess.context.instance_id, DrainRequest(), 10)
     with pytest.raises(Overloaded):
         await preprocess.ask(R2, url="http://127.0.0.1/")
-    assert (await preprocess.upload(_png(), R2)).status_code == 503
+    assert (await preprocess.post("/media", _png(), R2))[0] == 503
     assert not preprocess.exited.done()
     assert (await preprocess.pull(reply.pixels)).shape == reply.pixels.shape
     assert await asyncio.wait_for(asyncio.shield(preprocess.exited), 10) == 0
 
 
-async def test_an_upload_whose_request_is_refused_does_not_hold_up_draining(start: Start) -> None:
+async def test_a_kept_file_whose_request_is_refused_does_not_hold_up_draining(start: Start) -> None:
     preprocess = await start()
-    media_id = (await preprocess.upload(_png())).json()["media_id"]
+    await preprocess.pull((await preprocess.upload(_png())).pixels)
+    media_id = await preprocess.keep()
     await preprocess.bus.request(preprocess.context.instance_id, DrainRequest(), 10)
     assert not preprocess.exited.done()
     with pytest.raises(Overloaded):

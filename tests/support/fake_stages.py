@@ -12,7 +12,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, cast
@@ -63,7 +63,15 @@ from triptych.shared.registry import Registry
 from triptych.shared.sampling_params import SamplingParams, TokenLogprobs
 from triptych.shared.service import ServiceContext
 from triptych.shared.settings import Settings
-from triptych.shared.wire import decode_event, decode_reply, decode_request, encode
+from triptych.shared.wire import (
+    REQUEST_HEADER,
+    decode_event,
+    decode_reply,
+    decode_request,
+    encode,
+    error_reply,
+    request_of_header,
+)
 
 WAIT_S = 15.0
 MODEL = "toy"
@@ -178,12 +186,13 @@ class FakeStage:
         self.released: list[RequestId] = []
         self.seen: list[Any] = []
         self.media: dict[str, bytes] = {}
+        self.uploads: dict[RequestId, set[asyncio.Task[Response]]] = defaultdict(set)
         self.told: list[EmbeddingsReady] = []
         self.embeddings: set[PartKey] = set()
         self.kv: set[bytes] = set()
         self.tasks: set[asyncio.Task[None]] = set()
 
-    def beat(self) -> None:
+    def beat(self, url: str = "") -> None:
         is_preprocess = "preprocess" in self.stages
         beat = Heartbeat(
             instance_id=self.instance_id,
@@ -191,7 +200,7 @@ class FakeStage:
             service="preprocess" if is_preprocess else "instance",
             state="ready",
             roles=cast(Any, tuple(stage for stage in self.stages if stage != "preprocess")),
-            http_url=self.world.upload_url,
+            http_url=url or f"{self.world.upload_url}/{self.instance_id}",
             interval_s=0.5,
             host="here",
             loads=self.loads,
@@ -204,6 +213,7 @@ class FakeStage:
         """Stop answering; the registry hears of it when `tell`."""
         self.world.bus.handlers.pop(self.instance_id, None)
         self.world.stages.pop(self.instance_id, None)
+        self.beat(self.world.nobodys_url)
         for task in self.tasks:
             task.cancel()
         if tell:
@@ -213,6 +223,8 @@ class FakeStage:
         if isinstance(request, ReleaseRequest):
             self.held.pop(request.request_id, None)
             self.released.append(request.request_id)
+            for upload in self.uploads.pop(request.request_id, ()):
+                upload.cancel()
             return None
         if isinstance(request, EmbeddingsReady):
             self.told.append(request)
@@ -226,6 +238,15 @@ class FakeStage:
             if request.request_id not in self.released and self.held.get(request.request_id) == 1:
                 self.held.pop(request.request_id)
             raise
+
+    async def answer(self, request: PreprocessRequest) -> Response:
+        """Over HTTP."""
+        try:
+            reply = await self.handle(request)
+        except TriptychError as error:
+            return Response(encode(error_reply(error)), error.status)
+        assert reply is not None
+        return Response(encode(reply))
 
     def ref(self, what: str, num_bytes: int = 64) -> TensorRef:
         self.world.num_tensors += 1
@@ -357,6 +378,8 @@ class World:
     async def __aenter__(self) -> World:
         self._listeners = [listening_socket("127.0.0.1", 0) for _ in range(2)]
         self.url, self.upload_url = map(url_of, self._listeners)
+        with closing(listening_socket("127.0.0.1", 0)) as listener:
+            self.nobodys_url = url_of(listener)
         self.context = ServiceContext(
             self.settings, InstanceId("router-0-abcd"), "router-0", cast(Bus, self.bus), self.registry, self.url, "127.0.0.1"
         )
@@ -404,19 +427,21 @@ class World:
     def _upload_app(self) -> FastAPI:
         app = FastAPI()
 
-        def owner() -> FakeStage:
-            return next(stage for stage in self.stages.values() if "preprocess" in stage.stages)
-
-        @app.post("/media")
-        async def media(request: Request) -> Response:
+        @app.post("/{instance_id}/media")
+        async def media(instance_id: InstanceId, http: Request) -> Response:
             self.num_media += 1
-            owner().media[f"m{self.num_media}"] = await request.body()
-            return Response(b'{"media_id": "m%d"}' % self.num_media, media_type="application/json")
+            stage, media_id = self.stages[instance_id], f"m{self.num_media}"
+            stage.media[media_id] = await http.body()
+            request: Any = request_of_header(http.headers[REQUEST_HEADER])
+            work = asyncio.create_task(stage.answer(msgspec.structs.replace(request, media_id=media_id)))
+            stage.uploads[request.request_id].add(work)
+            await asyncio.wait([work])
+            return Response(status_code=503) if work.cancelled() else work.result()
 
-        @app.post("/blobs")
-        async def blobs(request: Request) -> Response:
-            self.blobs.append(await request.body())
-            return Response(msgspec.json.encode(owner().ref("blob", len(self.blobs[-1]))), media_type="application/json")
+        @app.post("/{instance_id}/blobs")
+        async def blobs(instance_id: InstanceId, http: Request) -> Response:
+            self.blobs.append(await http.body())
+            return Response(msgspec.msgpack.encode(self.stages[instance_id].ref("blob", len(self.blobs[-1]))))
 
         return app
 

@@ -20,10 +20,10 @@ def _filled(store: MediaStore, data: bytes) -> MediaBuffer:
 def test_keep_and_take() -> None:
     store = MediaStore(100, 50, expiry_s=10)
     media_id = store.keep(_filled(store, b"abc"), R1)
-    assert (store.num_bytes, store.num_uploads) == (3, 1)
+    assert (store.num_bytes, store.num_kept) == (3, 1)
     with store.take(media_id, R1) as buffer:
         assert bytes(buffer.data) == b"abc"
-        assert (store.num_bytes, store.num_uploads) == (3, 0)
+        assert (store.num_bytes, store.num_kept) == (3, 0)
     assert store.num_bytes == 0
 
 
@@ -34,7 +34,7 @@ def test_unknown_or_foreign_media_is_lost(request_id: RequestId) -> None:
     with pytest.raises(InstanceLost) as caught:
         store.take(media_id if request_id == R2 else "nothing", request_id)
     assert caught.value.code == "media_lost"
-    assert store.num_uploads == 1
+    assert store.num_kept == 1
 
 
 def test_item_bound() -> None:
@@ -76,4 +76,4 @@ def test_release_drops_only_the_requests_own() -> None:
         store.keep(_filled(store, b"abc"), request_id)
     store.release_request(R1)
     store.release_request(R1)
-    assert (store.num_bytes, store.num_uploads) == (3, 1)
+    assert (store.num_bytes, store.num_kept) == (3, 1)

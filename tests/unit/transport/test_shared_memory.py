@@ -31,7 +31,7 @@ def stored(arena: Arena, num_bytes: int = 1000) -> int:
     offset = arena.allocate(num_bytes)
     assert offset is not None
     arena.view(offset, num_bytes).fill_(7)
-    arena.stamp(offset, TENSOR)
+    arena.stamp(offset, TENSOR, (num_bytes,), torch.uint8)
     return offset
 
 
@@ -39,9 +39,17 @@ def test_copies_what_is_there(arena: Arena) -> None:
     offset = stored(arena)
     peer = PeerArena.open(address(arena))
     assert peer is not None
-    out = torch.zeros(10, 100, dtype=torch.uint8)
+    out = torch.zeros(1000, dtype=torch.uint8)
     peer.copy(offset, TENSOR, out)
     assert bool((out == 7).all())
+
+
+@pytest.mark.parametrize("out", [torch.zeros(10, 100, dtype=torch.uint8), torch.zeros(1000, dtype=torch.int8), torch.zeros(9)])
+def test_a_tensor_of_another_form_is_refused(arena: Arena, out: torch.Tensor) -> None:
+    peer = PeerArena.open(address(arena))
+    assert peer is not None
+    with pytest.raises(InternalError):
+        peer.copy(stored(arena), TENSOR, out)
 
 
 def test_data_is_aligned_and_apart_from_the_token(arena: Arena) -> None:
@@ -59,7 +67,7 @@ def test_a_freed_or_reused_range_is_not_taken_for_the_tensor(arena: Arena) -> No
     with pytest.raises(InstanceLost):
         peer.copy(offset, TENSOR, out)
     assert arena.allocate(1000) == offset
-    arena.stamp(offset, TensorId("2-bb"))
+    arena.stamp(offset, TensorId("2-bb"), (1000,), torch.uint8)
     with pytest.raises(InstanceLost):
         peer.copy(offset, TENSOR, out)
 

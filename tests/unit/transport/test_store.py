@@ -19,7 +19,8 @@ from triptych.shared.messages import InstanceId, PullRequest, RequestId, TensorR
 from triptych.shared.transport import store as store_module
 from triptych.shared.transport.arena import Arena
 from triptych.shared.transport.lease import MAX_PULLS, PullKey
-from triptych.shared.transport.store import INLINE_COPY_BYTES, TensorStore
+from triptych.shared.transport.memory import INLINE_COPY_BYTES
+from triptych.shared.transport.store import TensorStore
 
 REQUEST = RequestId("request-1")
 PULLER = InstanceId("puller-0-bb")
@@ -59,7 +60,7 @@ async def test_expiry_waits_for_the_pull(store: TensorStore) -> None:
     due = store.pulls(due_s=time.monotonic() + 6)
     assert due == [(ref.tensor_id, PullKey(PULLER, 1))]
     assert store.pulls(due_s=time.monotonic()) == []
-    store.end_pull(*due[0], release=False)
+    store.end_pull(*due[0])
     assert store.usage()[::2] == (0, 0)
 
 
@@ -165,7 +166,9 @@ async def test_random_lives(store: TensorStore) -> None:
                 await asyncio.sleep(0)
                 store.sweep(time.monotonic())
                 if rng.random() < 0.8:
-                    store.end_pull(ref.tensor_id, PullKey(PULLER, transfer_id), rng.random() < 0.5)
+                    store.end_pull(ref.tensor_id, PullKey(PULLER, transfer_id))
+                if rng.random() < 0.4:
+                    store.release(ref.tensor_id)
             if rng.random() < 0.2:
                 store.release_request(request_id)
         except TriptychError:
@@ -174,7 +177,7 @@ async def test_random_lives(store: TensorStore) -> None:
     await asyncio.gather(*(one(index) for index in range(300)))
     store.check_integrity()
     for tensor_id, key in store.pulls(PULLER):
-        store.end_pull(tensor_id, key, release=False)
+        store.end_pull(tensor_id, key)
     store.sweep(time.monotonic() + 100)
     await until(lambda: store.usage()[::2] == (0, 0))
     store.check_integrity()
