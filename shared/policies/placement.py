@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from triptych.shared.errors import BadRequest
 from triptych.shared.messages import Role
+from triptych.shared.policies.groups import ANY, MULTIMODAL, TEXT, Group
 
 Kind = str
 """What instances with the same roles are called; the first part of their slot names."""
@@ -24,9 +25,11 @@ ROLES_OF: Mapping[Kind, tuple[Role, ...]] = {
 @dataclass(frozen=True, slots=True)
 class Placement:
     """shares: of each kind, in parts of all instances; more than 0, in the order in which instances are given out. The shares
-    of the presets are chosen for a mix of text and pictures; step by step elasticity takes over."""
+    of the presets are chosen for a mix of text and pictures; step by step elasticity takes over. text_share: of the instances
+    of each kind that text can use, for text requests only; None: all instances are for all requests."""
 
     shares: Mapping[Kind, float]
+    text_share: float | None = None
 
     @property
     def min_instances(self) -> int:
@@ -47,3 +50,15 @@ class Placement:
             lacking = max(self.shares, key=lambda kind: num_instances * self.shares[kind] / total - counts[kind])
             counts[lacking] += 1
         return counts
+
+    def groups(self, counts: Mapping[Kind, int]) -> dict[Kind, tuple[Group, ...]]:
+        """Whose requests each instance of each kind is for. Both groups have every stage, or there are none: where a kind has
+        one instance only, everybody needs it."""
+        can_part = all(count > 1 for kind, count in counts.items() if kind != "encoder")
+        if self.text_share is None or not can_part:
+            return {kind: (ANY,) * count for kind, count in counts.items()}
+        groups = {}
+        for kind, count in counts.items():
+            num_text = 0 if kind == "encoder" else min(max(1, round(self.text_share * count)), count - 1)
+            groups[kind] = (TEXT,) * num_text + (MULTIMODAL,) * (count - num_text)
+        return groups

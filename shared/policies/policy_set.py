@@ -6,10 +6,13 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from triptych.shared.errors import BadRequest
 from triptych.shared.messages import Role
+from triptych.shared.policies.elastic.autoscale import ModServeScaling
+from triptych.shared.policies.elastic.emp import ElasticMMScaling
+from triptych.shared.policies.elastic.planned_roles import Planned
+from triptych.shared.policies.elastic.strategy import Elasticity, Fixed
 from triptych.shared.policies.overlap import Overlap, by_gain, never
 from triptych.shared.policies.placement import Placement
 from triptych.shared.policies.queueing import QueueOrder, by_slack, fcfs
@@ -25,12 +28,12 @@ class CacheRules:
     keeps_embeddings: bool = False
 
 
-BY_LOAD, NO_CACHE = RoutingRules(), CacheRules()
+BY_LOAD, NO_CACHE, FIXED = RoutingRules(), CacheRules(), Fixed()
 
 
 @dataclass(frozen=True, slots=True)
 class PolicySet:
-    """elasticity: instances keep the roles that they started with."""
+    """elasticity: how roles, groups and numbers of instances follow the load."""
 
     placement: Placement
     routing: RoutingRules = BY_LOAD
@@ -38,38 +41,56 @@ class PolicySet:
     overlap: Overlap = never
     sharding: Sharding = undivided
     cache: CacheRules = NO_CACHE
-    elasticity: Literal["none"] = "none"
+    elasticity: Elasticity = FIXED
 
 
 ALL_STAGES: frozenset[Role] = frozenset(("encoder", "prefill", "decode"))
 ENCODES_WHERE_IT_PREFILLS = RoutingRules(coupled=frozenset(("encoder", "prefill")))
+COUPLED_BY_GROUP = replace(ENCODES_WHERE_IT_PREFILLS, has_groups=True)
 UNIFIED = CacheRules(keeps_kv=True, keeps_embeddings=True)
+BY_GROUP = RoutingRules(has_groups=True)
 COLOCATED = Placement({"instance": 1})
 PROMPT_DECODE = Placement({"prompt": 0.5, "decode": 0.5})  # encoding is a part of prefill, as in DistServe's split
 STAGES = Placement({"encoder": 0.25, "prefill": 0.25, "decode": 0.5})
 IMAGE_TEXT = Placement({"text": 0.5, "encoder": 0.5})  # ModServe: image instances, and text instances that also decode
 SHARED_TEXT = Placement({"instance": 0.5, "text": 0.5})  # half encode only when there is something to encode
+# Groups of instances for text and for pictures (ElasticMM); of eight instances five, four and two are for text.
+TEXT_FIRST = Placement({"encoder": 0.125, "prefill": 0.375, "decode": 0.5}, text_share=0.7)
+EQUAL = Placement({"encoder": 0.25, "prefill": 0.375, "decode": 0.375}, text_share=0.6)
+MULTIMODAL_FIRST = Placement({"encoder": 0.5, "prefill": 0.25, "decode": 0.25}, text_share=0.5)
+COUPLED_EQUAL = Placement(PROMPT_DECODE.shares, text_share=0.5)
 
-TRIPTYCH = PolicySet(SHARED_TEXT, queue_order=by_slack, overlap=by_gain, sharding=by_finish, cache=UNIFIED)
+TRIPTYCH = PolicySet(
+    SHARED_TEXT, queue_order=by_slack, overlap=by_gain, sharding=by_finish, cache=UNIFIED, elasticity=Planned()
+)
 POLICY_SETS = {
     # coupled servers as they are today: caches of their own, first come first served, one of them for a whole request
     "monolith_rr": PolicySet(COLOCATED, RoutingRules(coupled=ALL_STAGES, is_in_turn=True), cache=UNIFIED),
-    "monolith": PolicySet(COLOCATED, RoutingRules(coupled=ALL_STAGES), cache=UNIFIED),
+    "monolith": PolicySet(
+        COLOCATED, RoutingRules(coupled=ALL_STAGES), cache=UNIFIED, elasticity=ModServeScaling(kinds=("instance",))
+    ),
     "pd_static": PolicySet(PROMPT_DECODE, ENCODES_WHERE_IT_PREFILLS),
     "static": PolicySet(STAGES),
     # ModServe's ablations: stages apart; then scheduled by their SLOs; then routed by their load
-    "modserve_decoup": PolicySet(IMAGE_TEXT, RoutingRules(is_in_turn=True)),
-    "modserve_sched": PolicySet(IMAGE_TEXT, RoutingRules(is_in_turn=True), by_slack),
-    "modserve": PolicySet(IMAGE_TEXT, queue_order=by_slack),
+    "modserve_decoup": PolicySet(IMAGE_TEXT, RoutingRules(is_in_turn=True), elasticity=ModServeScaling()),
+    "modserve_sched": PolicySet(IMAGE_TEXT, RoutingRules(is_in_turn=True), by_slack, elasticity=ModServeScaling()),
+    "modserve": PolicySet(IMAGE_TEXT, queue_order=by_slack, elasticity=ModServeScaling()),
+    # its baselines: groups and stages whose instances stay what they are
+    "split_text_first": PolicySet(TEXT_FIRST, BY_GROUP, cache=UNIFIED),
+    "split_equal": PolicySet(EQUAL, BY_GROUP, cache=UNIFIED),
+    "split_multimodal_first": PolicySet(MULTIMODAL_FIRST, BY_GROUP, cache=UNIFIED),
     # ElasticMM's: encoding blocks prefill; then what is cached is not computed; then encoders of their own
-    "elasticmm_emp": PolicySet(PROMPT_DECODE, ENCODES_WHERE_IT_PREFILLS),
-    "elasticmm_unicache": PolicySet(PROMPT_DECODE, ENCODES_WHERE_IT_PREFILLS, cache=UNIFIED),
-    "elasticmm": PolicySet(STAGES, cache=UNIFIED),
-    # ours, and without each: overlap, shards of images, cache
+    "elasticmm_emp": PolicySet(COUPLED_EQUAL, COUPLED_BY_GROUP, elasticity=ElasticMMScaling(is_coupled=True)),
+    "elasticmm_unicache": PolicySet(
+        COUPLED_EQUAL, COUPLED_BY_GROUP, cache=UNIFIED, elasticity=ElasticMMScaling(is_coupled=True)
+    ),
+    "elasticmm": PolicySet(EQUAL, BY_GROUP, cache=UNIFIED, elasticity=ElasticMMScaling()),
+    # ours, and without each: overlap, shards of images, cache, roles that change
     "triptych": TRIPTYCH,
     "triptych_barrier": replace(TRIPTYCH, overlap=never),
     "triptych_undivided": replace(TRIPTYCH, sharding=undivided),
     "triptych_uncached": replace(TRIPTYCH, cache=NO_CACHE),
+    "triptych_fixed": replace(TRIPTYCH, elasticity=FIXED),
 }
 
 

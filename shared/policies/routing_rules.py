@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from triptych.shared.messages import InstanceId, Role
+from triptych.shared.policies.groups import Group, Grouped, of_group
 from triptych.shared.policies.pace import Pace
 from triptych.shared.policies.routing import (
     Choice,
@@ -23,6 +24,7 @@ from triptych.shared.policies.routing import (
 from triptych.shared.policies.views import StageView
 
 View = TypeVar("View", bound=StageView)
+InGroup = TypeVar("InGroup", bound=Grouped)
 
 NO_STAGE: frozenset[Role] = frozenset()
 
@@ -31,12 +33,18 @@ NO_STAGE: frozenset[Role] = frozenset()
 class RoutingRules:
     """coupled: the stages of a request that all go to one instance, its home, which is chosen before the first of them. The
     other stages are chosen when their inputs are there (late binding). is_in_turn: round robin, where load does not count.
+    has_groups: requests keep to the instances of their group, as long as it has some for a stage.
 
     turn: the caller's count of such choices up to now. home: of the request; None where nothing is coupled.
     """
 
     coupled: frozenset[Role] = NO_STAGE
     is_in_turn: bool = False
+    has_groups: bool = False
+
+    def candidates(self, views: Sequence[InGroup], group: Group) -> Sequence[InGroup]:
+        """Of a stage's instances those that a request of that group may go to."""
+        return of_group(views, group) if self.has_groups else views
 
     def home(self, by_stage: Mapping[Role, Sequence[StageView]], turn: int) -> Choice | None:
         """Of the instances that are candidates for all coupled stages: the next in turn, or the one with least work, in seconds

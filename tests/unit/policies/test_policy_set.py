@@ -20,6 +20,9 @@ def test_the_names_and_what_a_wrong_one_says() -> None:
         "modserve_decoup",
         "modserve_sched",
         "modserve",
+        "split_text_first",
+        "split_equal",
+        "split_multimodal_first",
         "elasticmm_emp",
         "elasticmm_unicache",
         "elasticmm",
@@ -27,6 +30,7 @@ def test_the_names_and_what_a_wrong_one_says() -> None:
         "triptych_barrier",
         "triptych_undivided",
         "triptych_uncached",
+        "triptych_fixed",
     ]
     with pytest.raises(BadRequest, match=r"no policy 'modserv' \(did you mean modserve\?\); there are monolith_rr, .*triptych"):
         policy_set("modserv")

@@ -1,0 +1,491 @@
+"""A small simulated cluster, to judge elastic strategies before a real one does: not shipped, and no calibrated simulator.
+
+Event by event: encode batches, prefill chunks and decode steps take what the cost model says, stages of an instance take turns,
+switches, migrations and starts take time. Routing, queues and elasticity are the product's own functions.
+Left out: preprocessing, the bus, caches, overlap, and what routers do not know yet (they see the present).
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from triptych.shared.cost_model.api import CostModel, DecodeBatch, PrefillChunk
+from triptych.shared.cost_model.images import ImageShape
+from triptych.shared.instance_info import Demand, StageLoad
+from triptych.shared.messages import InstanceId, Role
+from triptych.shared.policies.batching import chunk_sizes, num_to_batch
+from triptych.shared.policies.elastic.actions import Advise, Decision, Drain, Launch, Switch
+from triptych.shared.policies.elastic.costs import costs_of
+from triptych.shared.policies.elastic.demand_meter import DemandMeter
+from triptych.shared.policies.elastic.strategy import NOTHING, Elasticity
+from triptych.shared.policies.elastic.views import ClusterView, ElasticInstance, Limits
+from triptych.shared.policies.groups import GROUPS, Group, group_of_request, of_group
+from triptych.shared.policies.placement import ROLES_OF
+from triptych.shared.policies.queueing import QueueOrder
+from triptych.shared.policies.routing import ImageWork, PromptWork
+from triptych.shared.policies.routing_rules import RoutingRules
+
+MAX_ENCODE_TOKENS, MAX_PREFILL_TOKENS, MAX_NUM_SEQS = 16_384, 8192, 256  # as emulated instances have them
+BLOCK_SIZE = 16
+NOBODY = InstanceId("")
+STAGES: tuple[Role, ...] = ("encoder", "prefill", "decode")
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """One request: images are of one size."""
+
+    at_s: float
+    num_text_tokens: int
+    num_output_tokens: int
+    num_images: int = 0
+
+
+@dataclass
+class Running:
+    """A request, and each piece of it that waits: an image, a prompt, an output."""
+
+    arrival: Arrival
+    image: ImageShape
+    slack_s: float
+    images_left: int = 0
+    computed: int = 0
+    num_generated: int = 0
+    first_token_s: float | None = None
+    ended_s: float | None = None
+
+    @property
+    def arrived_at_s(self) -> float:
+        return self.arrival.at_s
+
+    work_s: float = 0.0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.arrival.num_text_tokens + self.arrival.num_images * self.image.num_tokens
+
+    @property
+    def num_context_tokens(self) -> int:
+        return self.num_prompt_tokens + self.num_generated
+
+    @property
+    def group(self) -> Group:
+        return group_of_request(self.arrival.num_images)
+
+
+@dataclass(eq=False)
+class Instance:
+    """A `StageView` of whichever stage `stage` names comes from view()."""
+
+    instance_id: InstanceId
+    roles: frozenset[Role]
+    group: Group
+    num_slots: int
+    since_s: float
+    ready_s: float
+    queues: dict[Role, list[Running]] = field(default_factory=lambda: {"encoder": [], "prefill": []})
+    decoding: list[tuple[int, int, Running]] = field(default_factory=list)  # heap by the step at which an output ends
+    num_steps: int = 0
+    num_context_tokens: int = 0
+    tokens_per_s: dict[Role, float] = field(default_factory=dict)
+    encoded_at_s: float = -math.inf
+    last_stage: int = 0
+    is_busy: bool = False
+    is_leaving: bool = False
+
+    def num_requests(self, role: Role) -> int:
+        return len(self.decoding) if role == "decode" else len(self.queues[role])
+
+    def num_pending(self, role: Role) -> int:
+        if role == "decode":
+            return self.num_context_tokens
+        if role == "encoder":
+            return sum(running.image.num_tokens for running in self.queues["encoder"])
+        return sum(running.num_prompt_tokens - running.computed for running in self.queues["prefill"])
+
+    @property
+    def num_free_slots(self) -> int:
+        return self.num_slots - self.num_context_tokens
+
+    @property
+    def is_empty(self) -> bool:
+        return not any(self.num_requests(role) for role in STAGES)
+
+    def load(self, role: Role) -> StageLoad:
+        pace = self.tokens_per_s.get(role, 0.0)
+        return StageLoad(role, 0, self.num_requests(role), self.num_pending(role), pace)
+
+
+@dataclass(frozen=True)
+class View:
+    """A `StageView`."""
+
+    instance_id: InstanceId
+    num_requests: int
+    num_pending_tokens: int
+    num_free_blocks: int
+    tokens_per_s: float
+    other_s: float
+    encoded_ago_s: float
+    group: Group
+
+
+@dataclass(frozen=True)
+class Setup:
+    """layout: roles and group of each instance at the start."""
+
+    cost: CostModel
+    layout: Sequence[tuple[frozenset[Role], Group]]
+    routing: RoutingRules
+    queue_order: QueueOrder
+    elasticity: Elasticity
+    limits: Limits
+    image_side: int = 896
+    slo_factor: float = 5.0
+
+
+@dataclass
+class Outcome:
+    """in_time: within slo_factor times its isolated TTFT and mean TBT."""
+
+    requests: list[Running]
+    in_time: list[bool]
+    duration_s: float
+    instance_seconds: float
+    decisions: list[tuple[float, Decision]]
+
+    @property
+    def goodput_per_s(self) -> float:
+        return sum(self.in_time) / self.duration_s
+
+    @property
+    def attainment(self) -> float:
+        return sum(self.in_time) / len(self.in_time)
+
+    @property
+    def switches(self) -> list[tuple[float, Switch]]:
+        return [(at_s, one.action) for at_s, one in self.decisions if isinstance(one.action, Switch)]
+
+
+class World:
+    """run() sends all arrivals and ends when the last request does, or after patience_s more."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.cost = setup.cost
+        self.costs = costs_of(setup.cost, setup.cost.unknowns.rdma)
+        self.image = setup.cost.image(setup.image_side, setup.image_side)
+        self.num_slots = setup.cost.memory.kv_capacity_bytes // setup.cost.memory.kv_bytes_per_token
+        self.now_s = 0.0
+        self.events: list[tuple[float, int, Callable[[], None]]] = []
+        self.order = itertools.count()
+        self.turns = {stage: itertools.count() for stage in STAGES}
+        self.instances: dict[InstanceId, Instance] = {}
+        for roles, group in setup.layout:
+            self.add(roles, group, -1e9)
+        self.waiting: list[tuple[Role, Running]] = []
+        self.requests: list[Running] = []
+        self.meter = DemandMeter(0.0)
+        self.counts = {name: dict.fromkeys(Demand.__struct_fields__, 0) for name in GROUPS}
+        self.memory = NOTHING
+        self.decisions: list[tuple[float, Decision]] = []
+        self.instance_seconds = 0.0
+        self.num_open = 0
+
+    def add(self, roles: frozenset[Role], group: Group, since_s: float, ready_s: float = 0.0) -> None:
+        id_ = InstanceId(f"i{next(self.order):04d}")
+        self.instances[id_] = Instance(id_, roles, group, self.num_slots, since_s, ready_s)
+
+    def at(self, at_s: float, do: Callable[[], None]) -> None:
+        heapq.heappush(self.events, (at_s, next(self.order), do))
+
+    def run(self, arrivals: Sequence[Arrival], duration_s: float, patience_s: float = 60.0) -> Outcome:
+        for arrival in arrivals:
+            self.at(arrival.at_s, functools.partial(self.arrive, arrival))
+        self.at(0.0, self.control)
+        self.num_open = len(arrivals)
+        while self.events and self.num_open and self.now_s < duration_s + patience_s:
+            at_s, _, do = heapq.heappop(self.events)
+            self.instance_seconds += len(self.instances) * (at_s - self.now_s)
+            self.now_s = at_s
+            do()
+        in_time = [self.is_in_time(running) for running in self.requests]
+        return Outcome(self.requests, in_time, duration_s, self.instance_seconds, self.decisions)
+
+    # --- one request ---------------------------------------------------------------------------------------------------
+
+    def isolated_s(self, arrival: Arrival) -> tuple[float, float]:
+        """TTFT and TBT of a request alone."""
+        num_image_tokens = arrival.num_images * self.image.num_tokens
+        prompt = PrefillChunk(arrival.num_text_tokens + num_image_tokens)
+        ttft_s = self.cost.encode_s([self.image] * arrival.num_images) + self.cost.prefill_s([prompt])
+        return ttft_s, self.cost.decode_s(DecodeBatch(1, prompt.num_tokens))
+
+    def is_in_time(self, running: Running) -> bool:
+        if running.ended_s is None or running.first_token_s is None:
+            return False
+        ttft_s, tbt_s = self.isolated_s(running.arrival)
+        factor, num_gaps = self.setup.slo_factor, max(1, running.arrival.num_output_tokens - 1)
+        return (
+            running.first_token_s - running.arrival.at_s <= factor * ttft_s
+            and running.ended_s - running.first_token_s <= factor * tbt_s * num_gaps
+        )
+
+    def arrive(self, arrival: Arrival) -> None:
+        ttft_s, _ = self.isolated_s(arrival)
+        running = Running(arrival, self.image, self.setup.slo_factor * ttft_s, arrival.num_images)
+        running.work_s = ttft_s
+        self.requests.append(running)
+        counts = self.counts[running.group]
+        counts["num_requests"] += 1
+        counts["num_text_tokens"] += arrival.num_text_tokens
+        counts["num_images"] += arrival.num_images
+        counts["num_image_tokens"] += arrival.num_images * self.image.num_tokens
+        if not arrival.num_images:
+            self.dispatch("prefill", running)
+        for _ in range(arrival.num_images):
+            self.dispatch("encoder", running)
+
+    def views(self, role: Role, group: Group) -> list[View]:
+        """Candidates, as the router filters them."""
+        ready = [
+            one for one in self.instances.values() if role in one.roles and one.ready_s <= self.now_s and not one.is_leaving
+        ]
+        return [self.view(one, role) for one in of_group(ready, group)]
+
+    def view(self, one: Instance, role: Role) -> View:
+        other_s = sum(
+            one.num_pending(other) / one.tokens_per_s[other]
+            for other in STAGES[:2]
+            if other != role and one.tokens_per_s.get(other)
+        )
+        ago_s = 0.0 if one.queues["encoder"] else self.now_s - one.encoded_at_s
+        return View(
+            one.instance_id,
+            one.num_requests(role),
+            one.num_pending(role),
+            one.num_free_slots // BLOCK_SIZE,
+            one.tokens_per_s.get(role, 0.0),
+            other_s,
+            ago_s,
+            one.group,
+        )
+
+    def dispatch(self, role: Role, running: Running, prefill_id: InstanceId = NOBODY) -> None:
+        """To the instance that the routing rules choose; what nobody can take waits until somebody can."""
+        views, rules = self.views(role, running.group), self.setup.routing
+        if role == "encoder":
+            choice = rules.encoder(views, ImageWork(self.image.num_tokens), next(self.turns[role]))
+        elif role == "prefill":
+            choice = rules.prefill(views, PromptWork(running.num_prompt_tokens), next(self.turns[role]))
+        else:
+            choice = rules.decode(views, running.num_context_tokens // BLOCK_SIZE + 1, prefill_id)
+        if choice is None:
+            self.waiting.append((role, running))
+            return
+        one = self.instances[choice.instance_id]
+        if role != "decode":
+            one.queues[role].append(running)
+            self.wake(one)
+        elif one.instance_id == prefill_id:
+            self.join(one, running)
+        else:
+            one.num_context_tokens += running.num_context_tokens  # its slots are taken while it comes
+            delay_s = self.costs.kv.transfer_s(running.num_context_tokens)
+            self.at(self.now_s + delay_s, lambda: self.landed(one, running))
+
+    def landed(self, one: Instance, running: Running) -> None:
+        one.num_context_tokens -= running.num_context_tokens
+        if one.instance_id in self.instances and "decode" in one.roles and not one.is_leaving:
+            self.join(one, running)
+        else:
+            self.dispatch("decode", running)
+
+    def join(self, one: Instance, running: Running) -> None:
+        left = running.arrival.num_output_tokens - running.num_generated
+        left += one.is_busy and STAGES[one.last_stage] == "decode"  # it is not in the step under way
+        one.num_context_tokens += running.num_context_tokens
+        heapq.heappush(one.decoding, (one.num_steps + left, next(self.order), running))
+        self.wake(one)
+
+    def end(self, running: Running) -> None:
+        running.ended_s = self.now_s
+        counts = self.counts[running.group]
+        counts["num_ended"] += 1
+        counts["num_output_tokens"] += running.arrival.num_output_tokens
+        counts["num_in_time"] += self.is_in_time(running)
+        self.num_open -= 1
+
+    # --- one instance --------------------------------------------------------------------------------------------------
+
+    def wake(self, one: Instance) -> None:
+        """Begin the next step: stages with work take turns."""
+        if one.is_busy:
+            return
+        for turn in range(1, 4):
+            stage = (one.last_stage + turn) % 3
+            if one.num_requests(STAGES[stage]):
+                one.last_stage, one.is_busy = stage, True
+                duration_s, num_tokens, finish = (self.encode, self.prefill, self.decode)[stage](one)
+                pace, old = num_tokens / duration_s, one.tokens_per_s.get(STAGES[stage], 0.0)
+                one.tokens_per_s[STAGES[stage]] = pace if not old else old + 0.2 * (pace - old)
+                self.at(self.now_s + duration_s, functools.partial(self.finished, one, finish))
+                return
+        if one.is_leaving:
+            self.instances.pop(one.instance_id, None)
+
+    def finished(self, one: Instance, finish: Callable[[], None]) -> None:
+        one.is_busy = False
+        finish()
+        self.wake(one)
+
+    def ordered(self, one: Instance, role: Role) -> list[Running]:
+        one.queues[role] = self.setup.queue_order(one.queues[role], self.now_s)
+        return one.queues[role]
+
+    def encode(self, one: Instance) -> tuple[float, int, Callable[[], None]]:
+        queue = self.ordered(one, "encoder")
+        batch = queue[: num_to_batch([running.image.num_tokens for running in queue], MAX_ENCODE_TOKENS)]
+
+        def finish() -> None:
+            one.encoded_at_s = self.now_s
+            for running in batch:
+                one.queues["encoder"].remove(running)
+                running.images_left -= 1
+                if not running.images_left:
+                    self.dispatch("prefill", running)
+
+        return self.cost.encode_s([self.image] * len(batch)), sum(running.image.num_tokens for running in batch), finish
+
+    def prefill(self, one: Instance) -> tuple[float, int, Callable[[], None]]:
+        queue = self.ordered(one, "prefill")
+        sizes = chunk_sizes([running.num_prompt_tokens - running.computed for running in queue], MAX_PREFILL_TOKENS)
+        step = [(running, size) for running, size in zip(queue, sizes, strict=True) if size]
+
+        def finish() -> None:
+            for running, size in step:
+                running.computed += size
+                if running.computed == running.num_prompt_tokens:
+                    one.queues["prefill"].remove(running)
+                    running.first_token_s, running.num_generated = self.now_s, 1
+                    if running.arrival.num_output_tokens <= 1:
+                        self.end(running)
+                    else:
+                        self.dispatch("decode", running, one.instance_id)
+
+        chunks = [PrefillChunk(size, running.computed) for running, size in step]
+        return self.cost.prefill_s(chunks), sum(sizes), finish
+
+    def decode(self, one: Instance) -> tuple[float, int, Callable[[], None]]:
+        num = len(one.decoding)
+        turns = max(1.0, num / MAX_NUM_SEQS, one.num_context_tokens / one.num_slots)  # beyond these they take turns
+
+        def finish() -> None:
+            if not one.decoding:
+                return  # all of it has moved
+            one.num_steps += 1
+            one.num_context_tokens += num
+            while one.decoding and one.decoding[0][0] <= one.num_steps:
+                running = heapq.heappop(one.decoding)[2]
+                running.num_generated = running.arrival.num_output_tokens
+                one.num_context_tokens -= running.num_context_tokens
+                self.end(running)
+
+        return turns * self.cost.decode_s(DecodeBatch(round(num / turns), round(one.num_context_tokens / turns))), num, finish
+
+    # --- elasticity ----------------------------------------------------------------------------------------------------
+
+    def elastic_view(self) -> ClusterView:
+        instances = tuple(
+            ElasticInstance(
+                one.instance_id,
+                one.roles,
+                one.group,
+                tuple(one.load(role) for role in STAGES if role in one.roles or one.num_requests(role)),
+                one.num_slots,
+                one.num_free_slots,
+                one.since_s,
+                one.ready_s <= self.now_s,
+            )
+            for one in self.instances.values()
+            if not one.is_leaving
+        )
+        return ClusterView(self.now_s, instances, self.costs, self.setup.limits, self.meter.demand())
+
+    def control(self) -> None:
+        self.meter = self.meter.add(self.now_s, {name: Demand(**counts) for name, counts in self.counts.items()})
+        for counts in self.counts.values():
+            counts.update(dict.fromkeys(counts, 0))
+        decisions, self.memory = self.setup.elasticity.decide(self.elastic_view(), self.memory)
+        for decision in decisions:
+            self.decisions.append((self.now_s, decision))
+            self.carry_out(decision)
+        self.at(self.now_s + self.setup.elasticity.period_s, self.control)
+
+    def carry_out(self, decision: Decision) -> None:
+        action = decision.action
+        if isinstance(action, Switch):
+            one = self.instances[action.instance_id]
+            one.roles, one.group, one.since_s = action.roles, action.group, self.now_s
+            one.ready_s = self.now_s + self.costs.role_switch_s
+            self.at(one.ready_s, self.retry)
+            self.hand_over(one)
+        elif isinstance(action, Launch):
+            for _ in range(action.count):
+                ready_s = self.now_s + self.costs.startup_s
+                self.add(frozenset(ROLES_OF[action.kind]), action.group, self.now_s, ready_s)
+                self.at(ready_s, self.retry)
+        elif isinstance(action, Drain):
+            one = self.instances[action.instance_id]
+            one.is_leaving = True
+            self.hand_over(one)
+            self.wake(one)
+        else:
+            assert isinstance(action, Advise)
+
+    def hand_over(self, one: Instance) -> None:
+        """What has not begun in a stage that the instance leaves goes elsewhere; outputs move with their KV."""
+        stays = frozenset() if one.is_leaving else one.roles
+        if "decode" not in stays:
+            moving, one.decoding, one.num_context_tokens = self.outputs(one), [], 0
+            for running in moving:
+                self.dispatch("decode", running)
+        for role in STAGES[:2]:
+            if role not in stays:
+                num_begun = self.num_begun(one, role)
+                moving, one.queues[role] = one.queues[role][num_begun:], one.queues[role][:num_begun]
+                for running in moving:
+                    self.dispatch(role, running)
+
+    def outputs(self, one: Instance) -> list[Running]:
+        for ends_at_step, _, running in one.decoding:
+            running.num_generated = running.arrival.num_output_tokens - (ends_at_step - one.num_steps)
+        return [running for _, _, running in one.decoding]
+
+    def num_begun(self, one: Instance, role: Role) -> int:
+        """What is in the step under way, which is at the front."""
+        if not one.is_busy or STAGES[one.last_stage] != role:
+            return 0
+        if role == "encoder":
+            return num_to_batch([running.image.num_tokens for running in one.queues[role]], MAX_ENCODE_TOKENS)
+        left = [running.num_prompt_tokens - running.computed for running in one.queues[role]]
+        return sum(1 for size in chunk_sizes(left, MAX_PREFILL_TOKENS) if size)
+
+    def retry(self) -> None:
+        waiting, self.waiting = self.waiting, []
+        for role, running in waiting:
+            self.dispatch(role, running)
+
+
+def layout(text: str) -> Iterator[tuple[frozenset[Role], Group]]:
+    """`text: prefill*2 decode*3; multimodal: encoder prefill decode`; a group may be left out: `instance*4 text*4`."""
+    for part in text.split(";"):
+        group, _, kinds = part.rpartition(":")
+        for entry in kinds.split():
+            kind, _, count = entry.partition("*")
+            yield from [(frozenset(ROLES_OF[kind]), group.strip())] * int(count or 1)

@@ -1,0 +1,148 @@
+"""Needs, costs, hysteresis and replicas: what all elastic strategies are made of."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.elastic_views import COSTS, demand, instance, load, view
+from triptych.shared.cost_model.published import published_cost_model
+from triptych.shared.messages import InstanceId
+from triptych.shared.policies.elastic.actions import Advise, Drain, Launch
+from triptych.shared.policies.elastic.autoscale import replicas
+from triptych.shared.policies.elastic.costs import costs_of, measured_costs
+from triptych.shared.policies.elastic.hysteresis import Hysteresis
+from triptych.shared.policies.elastic.needs import expected, needed, rates_of
+from triptych.shared.policies.elastic.planned_roles import held, staffed
+from triptych.shared.policies.elastic.replicas import Target, scaled
+from triptych.shared.policies.elastic.strategy import NOTHING
+from triptych.shared.policies.elastic.views import ElasticInstance, GroupDemand, Limits, Rates
+from triptych.shared.policies.groups import ANY, MULTIMODAL, TEXT
+
+TEXT_RATES = Rates(requests=10, text_tokens=3000, output_tokens=1000)
+IMAGE_RATES = Rates(requests=2, text_tokens=200, images=4, image_tokens=1800, output_tokens=100)
+
+
+def test_needs_are_token_rates_over_capacities() -> None:
+    assert needed(TEXT_RATES, COSTS) == {"encoder": 0.0, "prefill": 1.5, "decode": 2.0}
+    assert needed(IMAGE_RATES, COSTS) == {"encoder": 1.8, "prefill": 1.0, "decode": 0.2}
+    seen = view([], demand(TEXT_RATES), demand(IMAGE_RATES))
+    assert rates_of(seen, TEXT) == TEXT_RATES
+    assert rates_of(seen, MULTIMODAL) == IMAGE_RATES
+    assert rates_of(seen, ANY) == Rates(12, 3200, 4, 1800, 1100)
+
+
+def test_a_burst_of_images_per_request_is_expected_although_requests_are_few() -> None:
+    now = Rates(requests=2, text_tokens=200, images=2, image_tokens=900, output_tokens=100)
+    seen = GroupDemand(average=now, recent=now, peak=now, peak_images_per_request=5.0)
+    assert expected(seen).images == 10.0
+    assert expected(seen).image_tokens == pytest.approx(4500.0)
+    assert expected(demand(now)) == now, "steady: what it is"
+
+
+@pytest.mark.parametrize("model", ["qwen2.5-vl-7b", "llama-3.2-11b", "internvl2.5-26b"])
+def test_costs_of_a_cost_model(model: str) -> None:
+    cost = published_cost_model("a100", model)
+    costs = costs_of(cost, cost.unknowns.rdma)
+    image = cost.image(896, 896)
+    slots = 1601 if model == "llama-3.2-11b" else image.num_tokens  # cross-attention: a quarter, by its KV
+    assert costs.capacity["encoder"] == pytest.approx(slots / cost.encode_s([image]), rel=0.01)
+    assert costs.encode.token_s * slots == pytest.approx(cost.encode_s([image]) - costs.encode.fixed_s, rel=0.05)
+    assert costs.capacity["decode"] > costs.capacity["prefill"] / 20
+    assert costs.image_weight == (1.0 if model != "llama-3.2-11b" else pytest.approx(cost.image_kv_share * 4, rel=0.01))
+    assert costs.kv.transfer_s(2000) == pytest.approx(cost.transfer_s(cost.kv_bytes(2000), "rdma"))
+    assert costs.startup_s == cost.startup_s
+
+
+def test_costs_without_a_cost_model_are_what_instances_measure() -> None:
+    def at(name: str, **rates: float) -> ElasticInstance:
+        from_load = [load(role, 4, 100) for role in ("encoder", "prefill", "decode")]
+        loads = tuple(type(one)(one.stage, 0, 4, 100, rates.get(one.stage, 0.0)) for one in from_load)
+        return ElasticInstance(InstanceId(name), frozenset(("encoder", "prefill", "decode")), ANY, loads)
+
+    costs = measured_costs([at("a", encoder=500.0, decode=200.0), at("b", encoder=700.0), at("c", encoder=900.0)])
+    assert costs.capacity["encoder"] == 700.0
+    assert costs.decode.fixed_s == pytest.approx(4 / 200)
+    assert costs.capacity["prefill"] == 1000.0, "nobody has measured it yet"
+    later = measured_costs([at("a", prefill=2000.0)], costs)
+    assert (later.capacity["encoder"], later.capacity["prefill"]) == (700.0, 2000.0)
+    assert later.decode.fixed_s == pytest.approx(4 / 200)
+
+
+def test_the_budget_is_of_a_window_and_dwell_of_an_instance() -> None:
+    rule = Hysteresis(dwell_s=10.0, max_switches=3, window_s=60.0)
+    memory = rule.spend(rule.spend(NOTHING, 0.0, 1), 30.0, 2)
+    assert rule.num_left(memory, 59.0) == 0
+    assert rule.num_left(memory, 60.0) == 1
+    assert rule.num_left(memory, 90.0) == 3
+    assert len(rule.spend(memory, 1000.0, 1).switched_at_s) == 1, "what is over is forgotten"
+    one = instance("a", "text", since_s=5.0)
+    assert not rule.may_switch(one, 14.0)
+    assert rule.may_switch(one, 15.0)
+    assert not rule.may_switch(ElasticInstance(one.instance_id, one.roles, is_ready=False), 1e9)
+
+
+@pytest.mark.parametrize(
+    ("load", "share", "expected"), [(0.0, 0.8, 1), (0.8, 0.8, 1), (0.81, 0.8, 2), (3.2, 0.8, 4), (3.2, 1.0, 4), (3.0, 1.0, 3)]
+)
+def test_replicas_are_rounded_up(load: float, share: float, expected: int) -> None:
+    assert replicas(load, share) == expected
+
+
+def test_square_root_staffing() -> None:
+    assert [staffed(load, 1.0) for load in (0.0, 0.25, 1.0, 4.0, 9.0, 100.0)] == [0, 1, 2, 6, 12, 110]
+
+
+@given(st.floats(0, 100), st.floats(0, 10), st.floats(0, 3))
+def test_staffing_is_monotone_and_covers_the_load(load: float, more: float, slack: float) -> None:
+    assert staffed(load, slack) >= load - 1e-6
+    assert staffed(load + more, slack) >= staffed(load, slack)
+
+
+@given(st.integers(0, 20), st.integers(0, 20), st.integers(0, 20))
+def test_what_is_between_the_bounds_stays(now: int, low: int, high: int) -> None:
+    kept = held(now, low, high)
+    assert kept >= low
+    assert held(kept, low, high) == kept
+    if low <= now <= high:
+        assert kept == now
+
+
+def test_launches_come_at_once_and_drains_wait_for_cooldown_and_start() -> None:
+    seen = view([instance("e", "encoder"), instance("t", "text")], limits=Limits(1, 4))
+    targets = [Target("encoder", 2, {"M_L/M_C": 1.7}), Target("text", 3, {})]
+    decisions, memory = scaled(seen, NOTHING, targets, 60.0, "why")
+    assert isinstance(decisions[0].action, Advise)
+    assert [one.action for one in decisions[1:]] == [Launch("text", ANY, 2)], "the limit is 4: who lacks most"
+    again, memory = scaled(seen, memory, targets, 60.0, "why")
+    assert not any(isinstance(one.action, Advise) for one in again), "it is no news"
+
+    large = [instance(f"t{index}", "text", ANY, load("decode", 9 - index, 100)) for index in range(4)]
+    fewer = [Target("encoder", 1, {}), Target("text", 1, {})]
+    for now_s, leaving in ((89.0, []), (90.0, [Drain(InstanceId("t3")), Drain(InstanceId("t2")), Drain(InstanceId("t1"))])):
+        seen = view([*large, instance("e", "encoder")], now_s=now_s, limits=Limits(2, 5))
+        decisions, _ = scaled(seen, memory, fewer, 60.0, "why")
+        assert [one.action for one in decisions if isinstance(one.action, Drain)] == leaving
+    assert not any(
+        isinstance(one.action, Drain) for one in scaled(seen, memory, [Target("text", 1, {}, may_drain=False)], 60.0, "why")[0]
+    )
+
+
+counts = st.integers(1, 8)
+
+
+@given(counts, counts, counts, counts, st.integers(1, 8), st.integers(0, 8))
+def test_scaling_stays_within_the_limits(
+    encoders: int, texts: int, want_encoders: int, want_texts: int, least: int, room: int
+) -> None:
+    members = [instance(f"e{index}", "encoder") for index in range(encoders)]
+    members += [instance(f"t{index}", "text") for index in range(texts)]
+    limits = Limits(min(least, len(members)), max(len(members), least) + room)
+    targets = [Target("encoder", want_encoders, {}), Target("text", want_texts, {})]
+    decisions, _ = scaled(view(members, limits=limits), NOTHING, targets, 60.0, "why")
+    change = sum(one.action.count for one in decisions if isinstance(one.action, Launch))
+    change -= sum(isinstance(one.action, Drain) for one in decisions)
+    assert limits.min_instances <= len(members) + change <= limits.max_instances
+    if limits.min_instances == limits.max_instances:
+        assert change == 0
