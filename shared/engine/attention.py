@@ -14,6 +14,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from triptych.shared.engine.batch_plan import AttentionPart, BatchPlan
+from triptych.shared.engine.paged_group import PagedGroup
 
 ATTENTION_NAME = "triptych_paged"
 
@@ -41,7 +42,11 @@ def attend(
             keys, values = kv.transpose(0, 1).chunk(2)
             outputs.append(_attend_chunk(query, keys, values, None, scale))
             continue
-        keys, values = part.context.read(layer, kv)
+        if isinstance(part.context, PagedGroup):
+            outputs.append(part.context.attend(layer, query, scale))
+            continue
+        plan.kv.gather(layer, part.context)
+        keys, values = part.context.keys, part.context.values
         if part.is_group:
             outputs.append(_attend_group(query, keys, values, part.mask, scale))
         else:

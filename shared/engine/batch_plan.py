@@ -18,10 +18,9 @@ import torch
 
 from triptych.shared.engine.api import Chunk
 from triptych.shared.engine.kv_cache import Context, KvCache
-from triptych.shared.engine.kv_mirror import Mirrors, padded
+from triptych.shared.engine.paged_group import PagedGroup, PagedGroups
 
 _GROUP_SLACK_TOKENS = 128  # chosen: contexts that differ by less are padded to one length rather than run apart
-_GROUP_BYTES = 8 << 20  # measured: on a CPU, what is gathered of a layer should still be in its caches when it is read
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +28,13 @@ class AttentionPart:
     """Some packed tokens, [begin, end), that attend together: a group of single tokens of B sequences, or one chunk.
 
     context: None for a chunk that has nothing before it. mask: additive, model dtype, 0 or -inf: [B, 1, 1, S] for a group,
-    None when all its contexts are equally long; [T, S] for a chunk, None without a context.
+    None when all its contexts are equally long; [T, S] for a chunk, None without a context. A PagedGroup has its own.
     """
 
     begin: int
     end: int
     is_group: bool
-    context: Context | None
+    context: Context | PagedGroup | None
     mask: torch.Tensor | None
 
 
@@ -57,9 +56,9 @@ class BatchPlan:
     kv: KvCache
 
 
-def plan_batch(chunks: Seq[Chunk], kv: KvCache, mirrors: Mirrors | None = None) -> BatchPlan:
-    """Order the chunks, and find out where each token's KV goes and what it attends to. mirrors: for batches that only
-    decode; the last layer of others has groups of its own."""
+def plan_batch(chunks: Seq[Chunk], kv: KvCache, paged: PagedGroups | None = None) -> BatchPlan:
+    """Order the chunks, and find out where each token's KV goes and what it attends to. paged: None where groups are
+    gathered."""
     num_ctx = [chunk.sequence.num_computed_tokens + chunk.num_tokens for chunk in chunks]
     by_length = sorted(range(len(chunks)), key=lambda i: -num_ctx[i])
     singles = [i for i in by_length if chunks[i].num_tokens == 1]
@@ -68,41 +67,38 @@ def plan_batch(chunks: Seq[Chunk], kv: KvCache, mirrors: Mirrors | None = None) 
     spans = [(chunks[i].sequence.block_table, chunks[i].sequence.num_computed_tokens, num_ctx[i]) for i in order]
     places = kv.places(spans)
     finishing = [i for i in by_length if num_ctx[i] == len(chunks[i].sequence.token_ids)]
+    parts = _plan_groups(singles, num_ctx, chunks, kv, paged)
     if not longer and len(finishing) == len(chunks):
-        parts = _plan_groups(singles, num_ctx, chunks, kv, mirrors)
         return BatchPlan(order, places, parts, finishing, None, parts, kv)
-    parts = _plan_groups(singles, num_ctx, chunks, kv, None)
     for i in longer:
         parts.append(_plan_chunk(parts[-1].end if parts else 0, chunks[i], kv))
     ends = dict(zip(order, itertools.accumulate(chunks[i].num_tokens for i in order), strict=True))
     last_rows = torch.tensor([ends[i] - 1 for i in finishing], dtype=torch.int64, device=kv.device)
-    last_parts = _plan_groups(finishing, num_ctx, chunks, kv, None)
+    last_parts = _plan_groups(finishing, num_ctx, chunks, kv, paged)
     return BatchPlan(order, places, parts, finishing, last_rows, last_parts, kv)
 
 
 def _plan_groups(
-    singles: list[int], num_ctx: list[int], chunks: Seq[Chunk], kv: KvCache, mirrors: Mirrors | None
+    singles: list[int], num_ctx: list[int], chunks: Seq[Chunk], kv: KvCache, paged: PagedGroups | None
 ) -> list[AttentionPart]:
     """Single tokens in a row, each the last one of its context; longest context first."""
     parts: list[AttentionPart] = []
-    for group in _groups(singles, num_ctx, kv):
+    for group in _groups(singles, num_ctx):
         begin, num_group_ctx = parts[-1].end if parts else 0, [num_ctx[i] for i in group]
         tables = [chunks[i].sequence.block_table for i in group]
-        context: Context | None = mirrors.of_group(begin, tables, num_group_ctx) if mirrors is not None else None
-        if context is None:
-            num_blocks = -(-num_group_ctx[0] // kv.block_size)
-            context = kv.context([padded(table, num_blocks) for table in tables], num_group_ctx[0])
-        parts.append(AttentionPart(begin, begin + len(group), True, context, _group_mask(num_group_ctx, kv)))
+        if paged is not None:
+            parts.append(AttentionPart(begin, begin + len(group), True, paged.group(tables, num_group_ctx), None))
+        else:
+            context, mask = kv.context(tables, num_group_ctx[0]), _group_mask(num_group_ctx, kv)
+            parts.append(AttentionPart(begin, begin + len(group), True, context, mask))
     return parts
 
 
-def _groups(singles: list[int], num_ctx: list[int], kv: KvCache) -> list[list[int]]:
+def _groups(singles: list[int], num_ctx: list[int]) -> list[list[int]]:
     """Cut sequences, longest context first, into groups whose padding to the longest costs less than as much again."""
-    max_tokens = _GROUP_BYTES // kv.token_bytes if kv.device.type == "cpu" else len(singles) * max(num_ctx)
     groups: list[list[int]] = []
     for i in singles:
-        longest = num_ctx[groups[-1][0]] if groups else 0
-        if groups and num_ctx[i] >= longest // 2 - _GROUP_SLACK_TOKENS and (len(groups[-1]) + 1) * longest <= max_tokens:
+        if groups and num_ctx[i] >= num_ctx[groups[-1][0]] // 2 - _GROUP_SLACK_TOKENS:
             groups[-1].append(i)
         else:
             groups.append([i])
@@ -121,7 +117,7 @@ def _plan_chunk(begin: int, chunk: Chunk, kv: KvCache) -> AttentionPart:
     if start == 0:
         return AttentionPart(begin, end, False, None, None)
     num_ctx = start + chunk.num_tokens
-    context = kv.context([chunk.sequence.block_table[: -(-num_ctx // kv.block_size)]], num_ctx)
+    context = kv.context([chunk.sequence.block_table], num_ctx)
     index = torch.arange(num_ctx, device=kv.device)
     return AttentionPart(begin, end, False, context, _mask(index > index[start:, None], kv))
 

@@ -50,6 +50,7 @@ class Qwen25VL:
             self._fused = fused_text.FusedText(self._language_model, _rotary_axes(text.rope_parameters["mrope_section"]))
         self.key_order = "halves" if self._fused is None else fused_text.KEY_ORDER
         self.num_layers: int = text.num_hidden_layers
+        self.num_heads: int = text.num_attention_heads
         self.num_kv_heads: int = text.num_key_value_heads
         self.head_size: int = text.hidden_size // text.num_attention_heads
         self.hidden_size: int = text.hidden_size

@@ -15,7 +15,7 @@ from triptych.shared.checkpoint import Checkpoint
 from triptych.shared.engine.api import Chunk, ImageSpan, Sequence
 from triptych.shared.engine.batch_plan import plan_batch
 from triptych.shared.engine.kv_cache import KvCache
-from triptych.shared.engine.kv_mirror import Mirrors
+from triptych.shared.engine.paged_group import PagedGroups
 from triptych.shared.engine.paged_kv import BlockPool
 from triptych.shared.engine.positions import check_chunk, check_prompt, packed_positions
 from triptych.shared.engine.qwen2_5_vl import Qwen25VL
@@ -65,7 +65,8 @@ class TorchEngine:
             raise BadRequest(f"kv_cache_bytes is less than one KV block, {block_bytes} bytes", code="bad_setting")
         self.block_pool = BlockPool(num_blocks)
         self._kv = KvCache((model.num_layers, num_blocks, *layout), self._dtype, self._device)
-        self._mirrors = Mirrors(self._kv) if self._device.type == "cpu" else None  # a GPU gathers fast
+        is_paged = self._device.type == "cpu" and self._dtype == torch.float32
+        self._paged = PagedGroups(self._kv, model.num_heads) if is_paged else None
         limits = [checkpoint.max_position_embeddings, num_blocks * self.block_size, settings.max_model_len]
         self.model_card = ModelCard(
             name=checkpoint.name,
@@ -104,7 +105,7 @@ class TorchEngine:
     def run(self, chunks: Seq[Chunk]) -> list[int | None]:
         for chunk in chunks:
             check_chunk(chunk, self.block_size)
-        plan = plan_batch(chunks, self._kv, self._mirrors)
+        plan = plan_batch(chunks, self._kv, self._paged)
         ordered = [chunks[i] for i in plan.order]
         positions_3T = packed_positions(ordered).to(self._device)
         hidden_RD = self._model.forward(self._embeddings(ordered), positions_3T, plan)

@@ -25,7 +25,7 @@ from support.engine_cases import (
     step,
 )
 from triptych.shared.checkpoint import Checkpoint, open_checkpoint
-from triptych.shared.engine import fused_text, kv_mirror
+from triptych.shared.engine import fused_text
 from triptych.shared.engine.api import Chunk, ImageSpan, Sequence
 from triptych.shared.engine.torch_engine import TorchEngine, load_engine
 from triptych.shared.engine.vision import patchify
@@ -82,9 +82,8 @@ def test_mixed_batches_of_random_chunks(checkpoint: Checkpoint, cases: list[Case
     release(engine, everything)
 
 
-def test_decoding_groups_that_are_kept(checkpoint: Checkpoint, cases: list[Case], monkeypatch: pytest.MonkeyPatch) -> None:
-    """However small; one after another leaves, and those that come take their blocks."""
-    monkeypatch.setattr(kv_mirror, "LEAST_BYTES", 0)
+def test_decoding_groups_whose_sequences_leave(checkpoint: Checkpoint, cases: list[Case]) -> None:
+    """One after another; those that come take their blocks."""
     engine = make_engine(checkpoint)
     for rotated in (cases, cases[5:] + cases[:5]):
         limits = [2 + i % (MAX_TOKENS - 1) for i in range(len(rotated))]

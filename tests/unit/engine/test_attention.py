@@ -13,6 +13,7 @@ from triptych.shared.engine.api import Chunk, Sequence
 from triptych.shared.engine.attention import paged_attention
 from triptych.shared.engine.batch_plan import BatchPlan, plan_batch
 from triptych.shared.engine.kv_cache import KvCache
+from triptych.shared.engine.paged_group import PagedGroups
 from triptych.shared.engine.paged_kv import BlockPool
 from triptych.shared.messages import RequestId
 from triptych.shared.sampling_params import SamplingParams
@@ -49,14 +50,25 @@ def assert_finishing(plan: BatchPlan, chunks: list[Chunk]) -> None:
     assert list(rows) == [ends[i] - 1 for i in plan.finishing]
 
 
+@pytest.fixture(params=[True, False], ids=["paged", "gathered"])
+def is_paged(request: pytest.FixtureRequest) -> bool:
+    """Whether groups attend straight from their blocks."""
+    return bool(request.param)
+
+
+def groups_of(kv: KvCache, is_paged: bool) -> PagedGroups | None:
+    return PagedGroups(kv, NUM_HEADS) if is_paged else None
+
+
 @pytest.mark.parametrize("seed", range(6))
-def test_any_batch_equals_dense_attention(seed: int) -> None:
+def test_any_batch_equals_dense_attention(seed: int, is_paged: bool) -> None:
     rng = random.Random(seed)
     torch.manual_seed(seed)
     block_size = rng.choice((1, 3, 16))
     pool = BlockPool(2400 // block_size)
     shape = (NUM_LAYERS, pool.num_blocks, 2, NUM_KV_HEADS, block_size, HEAD_SIZE)
     kv = KvCache(shape, torch.float32, torch.device("cpu"))
+    paged = groups_of(kv, is_paged)
     lengths = [rng.choice((1, 2, 20, 21, 150)) for _ in range(6)]
     sequences = [Sequence(RequestId("r"), [0] * n, n, SamplingParams(max_tokens=1)) for n in lengths]
     scratch = pool.allocate(pool.num_blocks)
@@ -71,7 +83,7 @@ def test_any_batch_equals_dense_attention(seed: int) -> None:
         for i in chosen:
             remaining = lengths[i] - sequences[i].num_computed_tokens
             chunks.append(Chunk(sequences[i], min(remaining, rng.choice((1, 1, 2, 19, 140)))))
-        plan = plan_batch(chunks, kv)
+        plan = plan_batch(chunks, kv, paged)
         assert sorted(plan.order) == list(range(len(chunks)))
         assert_finishing(plan, chunks)
         num_tokens = sum(chunk.num_tokens for chunk in chunks)
@@ -105,18 +117,34 @@ def test_sequences_of_very_different_lengths_attend_apart() -> None:
     assert [(part.begin, part.end) for part in plan.parts] == [(0, 2), (2, 4)]
 
 
-def test_padding_reads_no_block_of_another_request() -> None:
-    """Its KV may be broken: a masked NaN is still multiplied."""
-    kv = KvCache((1, 8, 2, NUM_KV_HEADS, 4, HEAD_SIZE), torch.float32, torch.device("cpu"))
-    kv.import_(torch.full((1, 1, 2, NUM_KV_HEADS, 4, HEAD_SIZE), float("nan")), [0])
-    short = Sequence(RequestId("short"), [0] * 3, 3, SamplingParams(max_tokens=1), block_table=[1], num_computed_tokens=2)
-    long = Sequence(RequestId("long"), [0] * 15, 15, SamplingParams(max_tokens=1), block_table=[2, 3, 4, 5])
-    long.num_computed_tokens = 14
-    plan = plan_batch([Chunk(short, 1), Chunk(long, 1)], kv)
+def attend_once(kv: KvCache, sequences: list[Sequence], is_paged: bool) -> torch.Tensor:
+    """[sequences, ...] of the first layer, longest context first."""
+    plan = plan_batch([Chunk(s, 1) for s in sequences], kv, groups_of(kv, is_paged))
     assert len(plan.parts) == 1, "they attend together"
-    query, key = torch.randn(1, NUM_HEADS, 2, HEAD_SIZE), torch.randn(1, NUM_KV_HEADS, 2, HEAD_SIZE)
-    output, _ = paged_attention(Layer(0), query, key, key, None, scaling=SCALE, plan=plan)
-    assert bool(output.isfinite().all())
+    query, key = torch.randn(1, NUM_HEADS, len(sequences), HEAD_SIZE), torch.randn(1, NUM_KV_HEADS, len(sequences), HEAD_SIZE)
+    return paged_attention(Layer(0), query, key, key, None, scaling=SCALE, plan=plan)[0][0]
+
+
+def decoding(blocks: list[int], num_tokens: int) -> Sequence:
+    made = Sequence(RequestId("r"), [0] * num_tokens, num_tokens, SamplingParams(max_tokens=1), block_table=blocks)
+    made.num_computed_tokens = num_tokens - 1
+    return made
+
+
+def test_broken_kv_of_one_request_reaches_no_other(is_paged: bool) -> None:
+    """A masked NaN is still multiplied: padding is of a sequence's own blocks."""
+    kv = KvCache((1, 8, 2, NUM_KV_HEADS, 4, HEAD_SIZE), torch.float32, torch.device("cpu"))
+    kv.import_(torch.full((1, 2, 2, NUM_KV_HEADS, 4, HEAD_SIZE), float("nan")), [0, 6])
+    sequences = [decoding([2, 3, 4, 5], 15), decoding([6, 7], 8), decoding([1], 3)]
+    assert attend_once(kv, sequences, is_paged).isfinite().all(1).tolist() == [True, False, True]
+
+
+def test_what_an_earlier_request_left_behind_is_not_read() -> None:
+    kv = KvCache((1, 8, 2, NUM_KV_HEADS, 4, HEAD_SIZE), torch.float32, torch.device("cpu"))
+    kv.import_(torch.full((1, 8, 2, NUM_KV_HEADS, 4, HEAD_SIZE), float("nan")), list(range(8)))
+    assert bool(attend_once(kv, [decoding([2], 1), decoding([3], 1)], is_paged=True).isfinite().all())
+    kv.import_(torch.ones(1, 2, 2, NUM_KV_HEADS, 4, HEAD_SIZE), [0, 1])
+    assert bool(attend_once(kv, [decoding([0, 1], 8), decoding([4], 1)], is_paged=True).isfinite().all())
 
 
 def test_the_cache_takes_memory_only_where_it_is_written() -> None:
@@ -124,18 +152,7 @@ def test_the_cache_takes_memory_only_where_it_is_written() -> None:
     before = process.memory_info().rss
     kv = KvCache((1, 1 << 14, 2, 8, 16, 32), torch.float32, torch.device("cpu"))  # 512 MiB
     context = kv.context([[5], [(1 << 14) - 1]], 15)
-    context.read(0, torch.empty(0))
+    kv.gather(0, context)
     assert process.memory_info().rss - before < 128 << 20
     assert context.keys.shape == context.values.shape == (2, 8, 15, 32)
     assert not context.target.any()
-
-
-def test_what_is_gathered_at_once_is_bounded() -> None:
-    """Groups of equally long contexts, too: what they read should stay in the caches."""
-    kv = KvCache((1, 400, 2, 8, 16, 64), torch.float32, torch.device("cpu"))
-    sequences = [Sequence(RequestId("r"), [0] * 500, 500, SamplingParams(max_tokens=1)) for _ in range(7)]
-    for sequence in sequences:
-        sequence.num_computed_tokens, sequence.block_table = 499, list(range(32))
-    plan = plan_batch([Chunk(s, 1) for s in sequences], kv)
-    assert [part.end - part.begin for part in plan.parts] == [4, 3]
-    assert plan.last_rows is None, "all rows are asked for"

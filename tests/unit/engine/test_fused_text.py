@@ -14,6 +14,7 @@ from triptych.shared.engine.attention import ATTENTION_NAME, paged_attention
 from triptych.shared.engine.batch_plan import plan_batch
 from triptych.shared.engine.fused_text import FusedText, can_fuse
 from triptych.shared.engine.kv_cache import KvCache
+from triptych.shared.engine.paged_group import PagedGroups
 from triptych.shared.engine.paged_kv import BlockPool
 from triptych.shared.messages import RequestId
 from triptych.shared.sampling_params import SamplingParams
@@ -61,6 +62,7 @@ def difference(model: Any) -> float:
     """Of hidden states that both make of the same batches, the largest one in relation to their size."""
     fused, dtype = FusedText(copy.deepcopy(model), AXES), model.norm.weight.dtype
     caches = [KvCache((3, 300, 2, model.config.num_key_value_heads, 4, 16), dtype, torch.device("cpu")) for _ in range(2)]
+    paged = PagedGroups(caches[1], 6) if dtype == torch.float32 else None
     pool, largest = BlockPool(300), 0.0
     totals = [sum(column) for column in zip(*(sizes for sizes, _ in PASSES), strict=True)]
     sequences = [Sequence(RequestId("r"), [], n, SamplingParams(max_tokens=1)) for n in totals]
@@ -70,7 +72,7 @@ def difference(model: Any) -> float:
         chunks = [Chunk(sequence, size) for sequence, size in zip(sequences, sizes, strict=True) if size]
         for i, sequence in enumerate(sequences):
             sequence.token_ids = [0] * (sequence.num_computed_tokens + sizes[i] + (i not in ending))
-        theirs, ours = (plan_batch(chunks, cache) for cache in caches)
+        theirs, ours = plan_batch(chunks, caches[0]), plan_batch(chunks, caches[1], paged)
         embeds, positions = torch.randn(sum(sizes), 96, dtype=dtype), torch.randint(0, 900, (3, sum(sizes)))
         with torch.inference_mode():
             inputs = {"inputs_embeds": embeds[None], "position_ids": positions[:, None], "use_cache": False}
@@ -93,6 +95,11 @@ def difference(model: Any) -> float:
 )
 def test_fused_layers_equal_the_modules(changed: dict[str, Any]) -> None:
     assert difference(text_model(**changed)) < 1e-5
+
+
+def test_wide_weights_in_parts_for_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert difference(text_model()) < 1e-5
 
 
 def test_fused_layers_are_as_the_modules_in_bfloat16() -> None:

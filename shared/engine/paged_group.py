@@ -1,0 +1,73 @@
+"""Attention of single tokens straight from the KV blocks, on a CPU: nothing is gathered first, nothing is kept between steps.
+
+Which rows of a layer are a head's keys is a sparse pattern, the same in all layers. Scores are the product of queries and rows
+computed where the pattern says; the values stand a fixed number of rows behind their keys, so the same rows are then summed up
+by their weights, as the embeddings of a bag. Numbers equal those of gathered attention but for rounding.
+Shapes: B sequences of a group, N query heads, K kv heads, H head size, S tokens of context.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import embedding_bag
+
+from triptych.shared.engine.kv_cache import KvCache
+
+
+@dataclass(frozen=True, slots=True)
+class PagedGroup:
+    """One token each of B sequences. pattern: sparse [B * N, rows of a layer]; rows, begins: its columns, and where those of
+    each row of it begin. scores, weights: its values, [B, N, S] and flat, computed in place for one layer after another.
+    mask: additive [B, 1, S], or None."""
+
+    owner: PagedGroups
+    pattern: torch.Tensor
+    rows: torch.Tensor
+    begins: torch.Tensor
+    scores: torch.Tensor
+    weights: torch.Tensor
+    mask: torch.Tensor | None
+
+    def attend(self, layer: int, query_BNH: torch.Tensor, scale: float) -> torch.Tensor:
+        """[B, N * H]."""
+        keys_HX, values_XH = self.owner.keys_HX[layer], self.owner.values_XH[layer]
+        # beta: times what was there, the weights of the layer before, which are finite but in a row that is broken
+        torch.sparse.sampled_addmm(self.pattern, query_BNH.flatten(0, 1), keys_HX, beta=0.0, alpha=scale, out=self.pattern)
+        if self.mask is not None:
+            self.scores.add_(self.mask)
+        torch.softmax(self.scores, -1, out=self.scores)
+        output = embedding_bag(self.rows, values_XH, self.begins, mode="sum", per_sample_weights=self.weights)
+        return output.view(len(query_BNH), -1)
+
+
+class PagedGroups:
+    """Plans groups over a cache that lies on the CPU in float32, of a model with so many query heads. keys_HX, values_XH: of
+    each layer, where one index finds a token's key in the one and its value in the other."""
+
+    def __init__(self, kv: KvCache, num_heads: int) -> None:
+        self._kv = kv
+        self._row_of_head_N1 = (torch.arange(num_heads) * kv.num_kv_heads // num_heads * kv.block_size)[:, None]
+        self.keys_HX = [rows.t() for rows in kv.rows]
+        self.values_XH = [rows[kv.num_kv_heads * kv.block_size :] for rows in kv.rows]
+        with warnings.catch_warnings():  # told once in a process: sparse CSR tensors are in beta
+            warnings.simplefilter("ignore")
+            torch.sparse_csr_tensor([0, 1], [0], [0.0], (1, 1))
+
+    def group(self, tables: Seq[list[int]], num_ctx: list[int]) -> PagedGroup:
+        """Longest context first."""
+        mask, rows_BS = None, self._kv.first_rows(tables, num_ctx[0])
+        if num_ctx[-1] < num_ctx[0]:
+            index_S, last_B1 = torch.arange(num_ctx[0]), torch.tensor(num_ctx)[:, None] - 1
+            # padded with a sequence's own last token: a masked NaN still spreads, and must not come from another request
+            rows_BS = rows_BS.gather(1, torch.minimum(index_S, last_B1))
+            mask = torch.zeros(rows_BS.shape).masked_fill_(index_S > last_B1, float("-inf"))[:, None]
+        rows_BNS = rows_BS[:, None] + self._row_of_head_N1
+        rows = rows_BNS.view(-1)
+        ends = torch.arange(0, len(rows) + 1, num_ctx[0])
+        pattern = torch.sparse_csr_tensor(ends, rows, torch.zeros(len(rows)), (len(ends) - 1, len(self._kv.rows[0])))
+        weights = pattern.values()
+        return PagedGroup(self, pattern, rows, ends[:-1], weights.view(rows_BNS.shape), weights, mask)
