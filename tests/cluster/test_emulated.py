@@ -156,3 +156,23 @@ async def test_a_killed_host_comes_back_and_its_requests_end(emulated: Cluster) 
         wait_for(emulated.is_ready, RECOVER_WITHIN_S, "the instances are back")
         assert text_of(await chat(http, emulated.url, picture())) == before
     assert emulated.status()["num_restarts"] == 1, "of a process, whatever many instances it has"
+
+
+@pytest.mark.long
+async def test_tiles_of_a_picture_are_encoded_side_by_side_and_found_again(tmp_path: Path) -> None:
+    args = ["--emulate", "a100", "--time-scale", "5", "--encoder", "3"]
+    cluster = Cluster(Path("internvl2.5-26b"), tmp_path / "run", args)
+    try:
+        async with session() as http:
+            answers = [
+                await chat(http, cluster.url, {"type": "text", "text": text}, picture()) for text in ("First.", "Then, again:")
+            ]
+        new, known = [
+            [row for row in answer["triptych"]["stages"] if row["stage"] == "encoder"] for answer in answers if text_of(answer)
+        ]
+        assert len({row["instance_id"] for row in new}) == len(new) == 3
+        assert all(row["compute_ms"] > 0 for row in new)
+        assert {row["instance_id"]: row["compute_ms"] for row in known} == {row["instance_id"]: 0 for row in new}
+        wait_for(lambda: is_at_rest(cluster), 20, "all blocks and leases are given back")
+    finally:
+        assert cluster.stop() == 0
