@@ -120,6 +120,14 @@ def policy_command(quick: Quick = False, as_json: AsJson = False) -> None:
     finish(bench_policy(Plan(is_quick=quick)), as_json)
 
 
+@bench.command("elastic")
+def elastic_command(quick: Quick = False, as_json: AsJson = False) -> None:
+    """Policy sets that move their instances beside fixed splits of eight: a day in an hour of measuring, a steady mix."""
+    from triptych.loadgen.bench.elastic import bench_elastic
+
+    finish(bench_elastic(Plan(is_quick=quick)), as_json)
+
+
 @bench.command("cache")
 def cache_command(
     model: Annotated[

@@ -69,7 +69,7 @@ QUICK = Scale({BURSTS: Part(1.0, 70.0), LIGHT: Part(1.0, 20.0)}, 10.0, SEEDS[:1]
 
 
 @dataclass(slots=True)
-class _Found:
+class Found:
     """Of one set under one workload, all seeds together. burst_text_s: TTFT of its text requests that came in a burst of
     pictures; modelled seconds, as goodput is per modelled second."""
 
@@ -99,9 +99,9 @@ async def bench_policy(plan: Plan) -> Report:
         BenchFailed, ClusterFailed: something didn't start, or a replay did not come to its end.
     """
     scale = QUICK if plan.is_quick else FULL
-    found: dict[str, dict[str, _Found]] = {}
+    found: dict[str, dict[str, Found]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        bench = _PolicyBench(scale, Path(folder))
+        bench = PolicyBench(scale, Path(folder))
         for policy in scale.policies:
             found[policy] = await bench.measure(policy)
     figures = {
@@ -123,7 +123,7 @@ async def bench_policy(plan: Plan) -> Report:
     return Report("policy", conditions, figures, {} if plan.is_quick else _bars(figures))
 
 
-class _PolicyBench:
+class PolicyBench:
     """folder: for the results of the replays."""
 
     def __init__(self, scale: Scale, folder: Path) -> None:
@@ -131,17 +131,21 @@ class _PolicyBench:
         self._folder = folder
         self._isolated: Mapping[str, Isolated] = {}
 
-    async def measure(self, policy: str) -> dict[str, _Found]:
+    async def measure(self, policy: str) -> dict[str, Found]:
         """By workload."""
-        found = {workload: _Found() for workload in self._scale.parts}
-        async with measured_cluster(MODEL, self._options(policy)) as (info, _):
-            for workload, into in found.items():
-                for seed in self._scale.seeds:
-                    tell(f"{policy}: {workload}, seed {seed} ...")
-                    await self._replay(str(info["url"]), workload, seed, into)
+        async with measured_cluster(MODEL, self.options(policy)) as (info, _):
+            return await self.replay_all(policy, str(info["url"]))
+
+    async def replay_all(self, policy: str, url: str) -> dict[str, Found]:
+        """By workload, against a cluster of that set."""
+        found = {workload: Found() for workload in self._scale.parts}
+        for workload, into in found.items():
+            for seed in self._scale.seeds:
+                tell(f"{policy}: {workload}, seed {seed} ...")
+                await self._replay(url, workload, seed, into)
         return found
 
-    async def _replay(self, url: str, workload: str, seed: int, into: _Found) -> None:
+    async def _replay(self, url: str, workload: str, seed: int, into: Found) -> None:
         out = self._folder / f"{workload}-{seed}"
         out.mkdir(exist_ok=True)
         conditions = await replay(self._trace(workload, seed), self._replay_options(url, out, seed), Console(quiet=True))
@@ -166,7 +170,7 @@ class _PolicyBench:
                 is_answered = outcome.error is None and outcome.ttft_s is not None
                 yield scale * (outcome.ttft_s or 0.0) if is_answered else scale * REQUEST_TIMEOUT_S
 
-    def _options(self, policy: str) -> Sequence[str]:
+    def options(self, policy: str) -> Sequence[str]:
         """Of `triptych up`."""
         given: dict[str, object] = {"--policy": policy, "--instances": NUM_INSTANCES, "--preprocess": 2}
         given |= {"--emulate": GPU, "--time-scale": self._scale.time_scale, "--max-prefill-tokens": MAX_PREFILL_TOKENS}
