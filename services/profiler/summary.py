@@ -59,8 +59,8 @@ def print_summary(profile: Profile, request: TypicalRequest, derived: Derived, c
 def _cost_table(profile: Profile) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("stage", no_wrap=True)
-    costs = ("a pass", "of many", "a token", "knee", "a sequence", "1000 of context", "1M pairs")
-    for name in (*costs, "passes", "error", "95 %"):
+    measured = ("a pass", "of many", "a token", "knee", "a sequence", "1000 of context", "1M pairs")
+    for name in (*measured, "passes", "error", "95 %"):
         table.add_column(name, justify="right", no_wrap=True)
     for name, stage in profile.stages():
         costs = stage.costs
