@@ -6,6 +6,7 @@ Called by instance.py in place of engine_host.py. Starting takes its time, too.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import structlog
 from prometheus_client import Gauge
@@ -16,9 +17,11 @@ from triptych.services.instance_parts import HostParts, host_context
 from triptych.shared.emulation import cost_model_of, open_model
 from triptych.shared.engine.emulated import EmulatedEngine
 from triptych.shared.engine.emulated_calls import EmulatedCalls
+from triptych.shared.errors import BadRequest
 from triptych.shared.messages import Role
 from triptych.shared.request_tasks import RequestTasks
 from triptych.shared.service import ServiceContext
+from triptych.shared.settings import Settings
 from triptych.shared.transport.opening import open_transport
 from triptych.shared.transport.stand_in import stand_in_host_memory
 
@@ -53,3 +56,13 @@ async def open_emulated_host(
     lost.set_function(lambda: calls.lost_s)
     parts = HostParts(settings, engine, calls, transport, index, stand_in_host_memory)
     return host_context(frame, parts, tasks)
+
+
+def check_switch(settings: Settings, initial: Sequence[Role], wanted: Sequence[Role]) -> None:
+    """An instance that only encodes may stand for another number of GPUs: then it has no other model in its memory.
+
+    Raises:
+        BadRequest: it can't have these roles.
+    """
+    if cost_model_of(settings, initial).name != cost_model_of(settings, wanted).name:
+        raise BadRequest("an emulated instance cannot change its number of GPUs", code="other_gpus")

@@ -19,7 +19,7 @@ from triptych.shared.engine.kv_blocks import KvBlocks
 from triptych.shared.engine.thread import EngineCalls
 from triptych.shared.errors import DeadlineExceeded, InstanceLost
 from triptych.shared.instance_info import TransportAddress
-from triptych.shared.messages import Event, InstanceId, Message, Reply, TensorRef
+from triptych.shared.messages import Event, InstanceId, Message, Reply, Role, TensorRef
 from triptych.shared.policies.policy_set import PolicySet
 from triptych.shared.request_tasks import RequestTasks
 from triptych.shared.settings import Settings
@@ -36,6 +36,7 @@ T = TypeVar("T")
 class HostContext:
     """What a role works with. max_model_len: longest prompt + output in tokens that model, KV pool and store allow.
     peer_address: how to reach an instance's tensors, None when it is not known (any more); may wait for its first heartbeat.
+    has_peer: whether another instance takes work of a role.
     index: the caches tell it what they hold. ask: Bus.request. host_memory: a new tensor outside of the accelerator, not
     initialised."""
 
@@ -54,6 +55,7 @@ class HostContext:
     metrics: InstanceMetrics
     max_model_len: int
     peer_address: Callable[[InstanceId], Awaitable[TransportAddress | None]]
+    has_peer: Callable[[Role], bool]
     ask: Callable[[InstanceId, Message, float], Awaitable[Reply]]
     publish_event: Callable[[str, Event], Awaitable[None]]
     host_memory: Callable[[tuple[int, ...], torch.dtype], torch.Tensor]

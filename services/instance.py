@@ -9,27 +9,32 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import math
 import os
+import time
 from collections.abc import Callable, Sequence
 
 import structlog
 from fastapi import FastAPI
 
 from triptych.services.decode.role import DecodeRole
-from triptych.services.emulated_host import open_emulated_host
+from triptych.services.emulated_host import check_switch, open_emulated_host
 from triptych.services.encoder.role import EncoderRole
 from triptych.services.host_context import HostContext
 from triptych.services.instance_parts import integrity_error, model_card_of, resources_of
 from triptych.services.prefill.role import PrefillRole
+from triptych.services.role_set import RoleSet
 from triptych.shared.engine.emulated_calls import EmulatedCalls
 from triptych.shared.engine.role import StageRole
 from triptych.shared.engine.thread import EngineCalls, EngineThread
 from triptych.shared.errors import InternalError, Overloaded
 from triptych.shared.messages import (
+    Accepted,
     BlocksRequest,
     DecodeRequest,
     EmbeddingsReady,
     EncodeRequest,
+    HandOverRequest,
     InstanceId,
     InstanceRequest,
     Message,
@@ -41,6 +46,8 @@ from triptych.shared.messages import (
     RequestId,
     Role,
     Service,
+    SwitchReply,
+    SwitchRequest,
 )
 from triptych.shared.request_tasks import RequestTasks
 from triptych.shared.service import Report, ServiceApp, ServiceContext
@@ -75,10 +82,11 @@ class InstanceService:
         self._emulated = EmulatedCalls(settings.time_scale) if settings.emulate else None
         self._thread: EngineCalls = self._emulated or EngineThread()
         self._tasks = RequestTasks()
-        self._roles: dict[Role, StageRole] = {}
+        self._group = settings.group
+        self._roles = RoleSet(lambda role: _make_role(role, self._context))
         self._frame: ServiceContext
         self._context: HostContext
-        self._housekeeping: asyncio.Task[None] | None = None
+        self._housekeeping: list[asyncio.Task[None]] = []
         self._num_handled = 0
         self._num_handled_when_checked = 0
 
@@ -91,9 +99,9 @@ class InstanceService:
         self._frame = context
         self._tasks.has_ended = context.registry.has_ended
         self._context = await self._open()
-        for role in self._initial_roles:
-            await self._activate(role)
-        self._housekeeping = asyncio.create_task(self._keep_house(), name="instance housekeeping")
+        await self._roles.switch(self._initial_roles, 0.0)
+        for work in (self._keep_house(), self._close_when_draining()):
+            self._housekeeping.append(asyncio.create_task(work, name="instance housekeeping"))
 
     async def _open(self) -> HostContext:
         if self._emulated is not None:
@@ -104,12 +112,6 @@ class InstanceService:
 
         engine = await self._thread.run(open_engine, self._settings, num_threads(self._settings))
         return await open_host(self._frame, engine, self._thread, self._tasks)
-
-    async def _activate(self, role: Role) -> None:
-        """Take work of `role` from now on, besides the roles that are active already."""
-        made = _make_role(role, self._context)
-        await made.start()
-        self._roles[role] = made
 
     async def handle(self, request: InstanceRequest) -> Message | None:
         """A request that came over the bus."""
@@ -130,14 +132,19 @@ class InstanceService:
                 self._context.transport.on_pull_done(request)
             case ReleaseRequest():
                 self._release(request.request_id)
+            case SwitchRequest():
+                return await self._switch(request)
+            case HandOverRequest():
+                decode = self._role("decode")
+                assert isinstance(decode, DecodeRole)
+                decode.hand_over(math.inf if request.num_tokens is None else request.num_tokens)
+                return Accepted()
             case _:
                 raise InternalError(f"an instance has no use for a {type(request).__name__}", code="invalid_message")
         return None
 
     async def _work(self, request: EncodeRequest | PrefillRequest | DecodeRequest) -> Message:
         role = self._role(_ROLE_OF[type(request)])
-        if self._frame.is_draining:
-            raise _no_such_work()
         self._num_handled += 1
         with self._tasks.track(request.request_id, request.router_id):
             try:
@@ -146,10 +153,25 @@ class InstanceService:
                 if self._tasks.is_released(request.request_id):  # what the handler stored in its last moment
                     self._context.transport.release_request(request.request_id)
 
-    def _role(self, name: Role) -> StageRole:
-        if name not in self._roles:
+    async def _switch(self, request: SwitchRequest) -> SwitchReply:
+        """Weights of the vision tower and of the language model are here whatever the roles are: nothing is loaded."""
+        began_s = time.monotonic()
+        if self._frame.is_draining:
             raise _no_such_work()
-        return self._roles[name]
+        if self._emulated is not None:
+            check_switch(self._settings, self._initial_roles, request.roles)
+        await self._roles.switch(request.roles, request.timeout_s)
+        self._group = request.group
+        await self._frame.announce()
+        seconds = time.monotonic() - began_s
+        _log.info("roles switched", roles=request.roles, group=request.group, seconds=round(seconds, 4))
+        return SwitchReply(seconds)
+
+    def _role(self, name: Role) -> StageRole:
+        role = self._roles.get(name)
+        if role is None:
+            raise _no_such_work()
+        return role
 
     def _release(self, request_id: RequestId) -> None:
         self._tasks.cancel(request_id)
@@ -162,29 +184,35 @@ class InstanceService:
 
     def is_idle(self) -> bool:
         """Nothing waits or runs, and nobody has to pull anything any more."""
-        is_at_rest = self._tasks.num_running == 0 and all(role.is_idle() for role in self._roles.values())
+        is_at_rest = self._tasks.num_running == 0 and self._roles.is_idle()
         return is_at_rest and self._context.transport.usage()[2] == 0
 
     def report(self) -> Report:
         """This instance's part of its heartbeat."""
         return Report(
-            loads=tuple(role.load() for role in self._roles.values()),
+            loads=tuple(role.load() for role in self._roles.all()),
             resources=resources_of(self._context),
-            roles=tuple(self._roles),
+            roles=self._roles.names,
             model=model_card_of(self._context),
             transport=self._context.transport.address,
+            group=self._group,
         )
 
     async def stop(self) -> None:
         """End all tasks, close the transport, wait for the engine's last call."""
-        if self._housekeeping is not None:
-            self._housekeeping.cancel()
-            await asyncio.gather(self._housekeeping, return_exceptions=True)
-            for role in self._roles.values():
-                await role.stop()
+        if self._housekeeping:
+            for task in self._housekeeping:
+                task.cancel()
+            await asyncio.gather(*self._housekeeping, return_exceptions=True)
+            await self._roles.stop()
             await self._context.transport.close()
             await self._context.index.close()
         await asyncio.to_thread(self._thread.close)
+
+    async def _close_when_draining(self) -> None:
+        """A draining instance takes nothing new, and hands over what others can go on with."""
+        await self._frame.lifecycle.drain_asked.wait()
+        self._roles.close_intakes()
 
     async def _keep_house(self) -> None:
         """Each time the instance turned idle, check that all its blocks are accounted for."""

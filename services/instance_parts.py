@@ -23,7 +23,7 @@ from triptych.shared.engine.kv_blocks import KvBlocks
 from triptych.shared.engine.thread import EngineCalls
 from triptych.shared.errors import InternalError
 from triptych.shared.instance_info import ModelCard, Resources, TransportAddress
-from triptych.shared.messages import InstanceId
+from triptych.shared.messages import InstanceId, Role
 from triptych.shared.policies.policy_set import policy_set
 from triptych.shared.request_tasks import RequestTasks
 from triptych.shared.service import ServiceContext
@@ -68,6 +68,9 @@ def host_context(frame: ServiceContext, parts: HostParts, tasks: RequestTasks) -
         heartbeat = await frame.registry.find(instance_id)
         return None if heartbeat is None else heartbeat.transport
 
+    def has_peer(role: Role) -> bool:
+        return any(beat.instance_id != holder for beat in frame.registry.ready(role=role))
+
     return HostContext(
         settings=parts.settings,
         policies=policies,
@@ -84,6 +87,7 @@ def host_context(frame: ServiceContext, parts: HostParts, tasks: RequestTasks) -
         metrics=InstanceMetrics(frame.metrics),
         max_model_len=_max_model_len(engine, parts.settings.tensor_store_bytes),
         peer_address=peer_address,
+        has_peer=has_peer,
         ask=frame.bus.request,
         publish_event=frame.bus.publish_event,
         host_memory=parts.host_memory,

@@ -6,20 +6,23 @@ Durations are relative seconds: monotonic clocks of two processes don't compare.
 
 from __future__ import annotations
 
-from typing import Literal, NewType
+from typing import Literal
 
 import msgspec
 
 from triptych.shared.errors import WireError
 from triptych.shared.image_info import NO_LIMITS, ImageInfo, PixelLimits
 from triptych.shared.instance_info import Demand, ModelCard, Resources, StageLoad, TransportAddress
+from triptych.shared.message_parts import MAX_INLINE_TOKENS as MAX_INLINE_TOKENS
+from triptych.shared.message_parts import InstanceId as InstanceId
+from triptych.shared.message_parts import KvRef as KvRef
+from triptych.shared.message_parts import PlacedImage as PlacedImage
+from triptych.shared.message_parts import PrefixSource as PrefixSource
+from triptych.shared.message_parts import PromptTokens as PromptTokens
+from triptych.shared.message_parts import RequestId as RequestId
+from triptych.shared.message_parts import TensorId as TensorId
+from triptych.shared.message_parts import TensorRef as TensorRef
 from triptych.shared.sampling_params import SamplingParams, TokenLogprobs
-
-InstanceId = NewType("InstanceId", str)  # one life of one process, `encoder-0-5f3a2c1b`: slot name and incarnation
-RequestId = NewType("RequestId", str)
-TensorId = NewType("TensorId", str)
-
-MAX_INLINE_TOKENS = 12_000  # chosen: 4 bytes each, leaves 16 KB for the rest of a message; a longer prompt is a TensorRef
 
 Service = Literal["router", "preprocess", "instance", "scaler", "launcher"]
 Role = Literal["encoder", "prefill", "decode"]
@@ -43,65 +46,6 @@ def stream_subject(router_id: InstanceId) -> str:
 
 class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True, forbid_unknown_fields=False):
     """Base of all messages: tagged by class name, unknown fields ignored so that versions can differ by a field."""
-
-
-class TensorRef(msgspec.Struct, frozen=True):
-    """A tensor leased in its owner's store, to be pulled over the transport.
-    shape and dtype (`uint8`, `float32`, `bfloat16`, ...) describe the contiguous tensor; num_bytes is its exact size.
-    The owner may drop it lease_s seconds after it was stored, or when its request is released.
-    offset: where it lies in the owner's arena while it is leased; None when it is only put there for a PullRequest.
-    """
-
-    tensor_id: TensorId
-    owner: InstanceId
-    shape: tuple[int, ...]
-    dtype: str
-    num_bytes: int
-    lease_s: float
-    offset: int | None = None
-
-
-class PlacedImage(msgspec.Struct, frozen=True):
-    """An image's place in the unified sequence: its num_tokens placeholders start at `offset`. embeddings None: its KV should
-    be cached where the prompt goes, or, when is_awaited, they come later with EmbeddingsReady."""
-
-    image: ImageInfo
-    offset: int
-    embeddings: TensorRef | None = None
-    is_awaited: bool = False
-
-
-class PromptTokens(msgspec.Struct, frozen=True):
-    """The unified sequence (placeholders expanded) as little-endian uint32: inline, or leased when longer than
-    MAX_INLINE_TOKENS (a uint8 tensor of 4 * num_tokens bytes)."""
-
-    num_tokens: int
-    inline: bytes = b""
-    leased: TensorRef | None = None
-
-
-class KvRef(msgspec.Struct, frozen=True):
-    """A request's KV blocks, leased by the prefill instance. `tensor` has shape [num_layers, 2, num_blocks, block_size,
-    num_kv_heads, head_dim]; the first num_computed_tokens slots are valid. `layout` must equal the puller's own.
-    position_delta is added to a token's index to get its rotary position (multimodal rotary positions run behind).
-    block_keys: what the first block's digest is a digest of and those of the full blocks, one after another, and key_tail: what
-    the unfinished block holds (cache/block_keys.py); both empty when there are too many for a message, or nothing is
-    cached: then the blocks are not cached where they go either."""
-
-    tensor: TensorRef
-    num_computed_tokens: int
-    block_size: int
-    position_delta: int
-    layout: str
-    block_keys: bytes = b""
-    key_tail: bytes = b""
-
-
-class PrefixSource(msgspec.Struct, frozen=True):
-    """Who is thought to hold the KV of the first num_blocks blocks of a prompt, when it is worth pulling from there."""
-
-    instance_id: InstanceId
-    num_blocks: int
 
 
 class StageTime(msgspec.Struct, frozen=True):
@@ -166,7 +110,8 @@ class EncodeReply(Message, frozen=True):
 class PrefillRequest(Message, frozen=True):
     """images are sorted by offset, disjoint, and in bounds of the prompt; the receiver checks that. An image without embeddings
     whose KV is not cached after all ends in InstanceLost with code cache_miss. prefix: whose KV to pull first. slack_s: as of
-    EncodeRequest."""
+    EncodeRequest. num_output_tokens: the last so many tokens of the prompt are output already, of a request that went on
+    elsewhere and lost its KV there."""
 
     request_id: RequestId
     router_id: InstanceId
@@ -177,6 +122,7 @@ class PrefillRequest(Message, frozen=True):
     cache_salt: bytes = b""
     prefix: PrefixSource | None = None
     slack_s: float | None = None
+    num_output_tokens: int = 0
 
 
 class EmbeddingsReady(Message, frozen=True):
@@ -219,13 +165,15 @@ class PrefillReply(Message, frozen=True):
 
 
 class DecodeRequest(Message, frozen=True):
-    """Continue after first_token. Chunks go to stream_subject(router_id), the first with seq 1, in few if `whole`.
-    prompt_token_set: only with a repetition penalty, the prompt's token ids as bits (see token_set.py)."""
+    """Go on after `output`, the output tokens so far (little-endian uint32), of which kv has all but the last. Chunks go to
+    stream_subject(router_id), the first with that number for a seq, in few if `whole`. prompt_token_set: only with a repetition
+    penalty, the prompt's token ids as bits (see token_set.py). An instance that handed the request over takes it back, also
+    when it takes no other."""
 
     request_id: RequestId
     router_id: InstanceId
     kv: KvRef
-    first_token: int
+    output: bytes
     num_prompt_tokens: int
     sampling: SamplingParams
     timeout_s: float
@@ -247,6 +195,28 @@ class DrainRequest(Message, frozen=True):
     """Take no new work, finish what is running, then leave (exit when `exit`)."""
 
     exit: bool = True
+
+
+class SwitchRequest(Message, frozen=True):
+    """Have these roles from now on, as one of this group of instances. Answered by SwitchReply; the roles that are taken away
+    end behind it: they take nothing new, what they are at goes on, elsewhere where it can, and is given up after timeout_s."""
+
+    roles: tuple[Role, ...]
+    group: str = ""
+    timeout_s: float = 30.0  # chosen
+
+
+class SwitchReply(Message, frozen=True):
+    """The roles take work, and all have been told. seconds: since the request came."""
+
+    seconds: float
+
+
+class HandOverRequest(Message, frozen=True):
+    """Hand running requests over to other decode instances: the youngest, with num_tokens in context together, or all. Answered
+    by Accepted; nothing happens where no other instance decodes."""
+
+    num_tokens: int | None = None
 
 
 class PullRequest(Message, frozen=True):
@@ -315,7 +285,8 @@ class Launched(Message, frozen=True):
 
 _Work = PreprocessRequest | EncodeRequest | PrefillRequest | EmbeddingsReady | DecodeRequest | ReleaseRequest
 _Transfer = PullRequest | PullDone | PairRequest | BlocksRequest
-InstanceRequest = _Work | _Transfer | DrainRequest | StatusRequest | LaunchRequest | ScaleOutRequest
+_Change = DrainRequest | SwitchRequest | HandOverRequest
+InstanceRequest = _Work | _Transfer | _Change | StatusRequest | LaunchRequest | ScaleOutRequest
 
 
 class ErrorReply(Message, frozen=True):
@@ -324,7 +295,8 @@ class ErrorReply(Message, frozen=True):
 
 class TokenChunk(msgspec.Struct, frozen=True, omit_defaults=True):
     """Output tokens [seq, seq + len(token_ids)) of a request, with as many logprobs when they were asked for. The chunk with
-    finish_reason or error is the last one and carries time; an empty chunk is a sign of life."""
+    finish_reason or error is the last one, that with kv the last from this instance: it handed the request over, and has
+    leased its KV to whoever goes on. These carry time; an empty chunk is a sign of life."""
 
     request_id: RequestId
     seq: int
@@ -333,6 +305,12 @@ class TokenChunk(msgspec.Struct, frozen=True, omit_defaults=True):
     finish_reason: FinishReason | None = None
     error: WireError | None = None
     time: StageTime | None = None
+    kv: KvRef | None = None
+
+    @property
+    def is_last(self) -> bool:
+        """Of those from its instance."""
+        return self.finish_reason is not None or self.error is not None or self.kv is not None
 
 
 class TokenBatch(Message, frozen=True):
@@ -343,8 +321,8 @@ class TokenBatch(Message, frozen=True):
 
 
 class Heartbeat(Message, frozen=True):
-    """Published every heartbeat_interval_s by every process; the registry is nothing but the recent ones. demand: of a router,
-    by group of requests."""
+    """Published every heartbeat_interval_s by every process; the registry is nothing but the recent ones. demand: a
+    router's, by group of requests. group: of an instance, whose requests it is for; "": anybody's (policies/groups.py)."""
 
     instance_id: InstanceId
     name: str
@@ -359,6 +337,7 @@ class Heartbeat(Message, frozen=True):
     model: ModelCard | None = None
     transport: TransportAddress | None = None
     demand: dict[str, Demand] = {}
+    group: str = ""
 
 
 class Lost(Message, frozen=True):
@@ -377,5 +356,5 @@ class StatusReply(Message, frozen=True):
 
 
 Event = TokenBatch | Heartbeat | Lost
-_Done = Accepted | Launched
+_Done = Accepted | SwitchReply | Launched
 Reply = PreprocessReply | EncodeReply | PrefillReply | BlocksReply | PullReply | StatusReply | _Done | ErrorReply

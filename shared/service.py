@@ -139,6 +139,7 @@ class ServiceHost:
         self._lifecycle: Lifecycle = context.lifecycle
         self._pulse = pulse or Pulse(context.bus, context.registry, context.settings.heartbeat_interval_s)
         self.last_heartbeat: Heartbeat | None = None
+        context.announce = self._beat
 
     @property
     def bus_counters(self) -> BusCounters:
@@ -283,4 +284,5 @@ class ServiceHost:
             model=report.model,
             transport=report.transport,
             demand=report.demand,
+            group=report.group,
         )

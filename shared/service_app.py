@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -27,6 +28,11 @@ class Report:
     model: ModelCard | None = None
     transport: TransportAddress | None = None
     demand: dict[str, Demand] = field(default_factory=dict)
+    group: str = ""
+
+
+async def _unheard() -> None:
+    """Nobody listens to a service that no frame runs."""
 
 
 class ServiceApp(Protocol):
@@ -83,7 +89,8 @@ class Lifecycle:
 
 @dataclass(slots=True)
 class ServiceContext:
-    """What a running service has in hand. metrics: where it registers its own."""
+    """What a running service has in hand. metrics: where it registers its own. announce: publishes a heartbeat now, for what
+    others should not learn a moment later."""
 
     settings: Settings
     instance_id: InstanceId
@@ -94,6 +101,7 @@ class ServiceContext:
     bind_host: str
     metrics: CollectorRegistry = field(default_factory=CollectorRegistry)
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
+    announce: Callable[[], Awaitable[None]] = _unheard
 
     @property
     def is_draining(self) -> bool:

@@ -84,11 +84,12 @@ class Settings(BaseSettings):
 
     # policy
     policy: str = Field("triptych", description="policy set: how stages are placed, chosen, ordered and cached")
+    group: str = Field("", description="whose requests an instance is for at first: text, multimodal; empty: anybody's")
     slo_ttft_text_s: float = Field(0.0, ge=0, description="first token of a text request is due; later is refused; 0: never")
     slo_ttft_picture_s: float = Field(0.0, ge=0, description="the same of a request with pictures")
     slo_tbt_s: float = Field(0.0, ge=0, description="target of the mean time between a request's tokens; 0: none")
     transport: Literal["auto", "gloo", "shared_memory"] = Field("auto", description="auto: shared memory where it works")
-    max_attempts: int = Field(2, ge=1, le=5, description="tries of a request before its first token")
+    max_attempts: int = Field(2, ge=1, le=5, description="tries of a request; each goes on where the last one ended")
     allow_private_media: bool = Field(False, description="let image URLs point at private addresses (tests only)")
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -112,6 +112,19 @@ def overlap_command(
     finish(measuring(), as_json)
 
 
+@bench.command("migration")
+def migration_command(model: Model = "bench", runs: Runs = 15, quick: Quick = False, as_json: AsJson = False) -> None:
+    """The pause of a stream that goes on at another instance, beside computing its prompt; how soon roles switch."""
+
+    async def measuring() -> Report:
+        folder = checkpoint_folder(model)
+        from triptych.loadgen.bench.migration import bench_migration
+
+        return await bench_migration(folder, Plan(runs, quick))
+
+    finish(measuring(), as_json)
+
+
 @bench.command("policy")
 def policy_command(quick: Quick = False, as_json: AsJson = False) -> None:
     """Policy sets on eight emulated instances each: text during bursts of pictures, goodput, hardly any pictures."""

@@ -17,6 +17,7 @@ from triptych.shared.engine.api import Chunk
 from triptych.shared.engine.isolate import as_typed, run_isolated
 from triptych.shared.engine.rate import Rate
 from triptych.shared.engine.role import settle
+from triptych.shared.messages import KvRef
 
 OnOutcome = Callable[[DecodeJob, int | Exception], None]
 
@@ -58,6 +59,27 @@ class DecodeBatch:
             self._keep(job)
             self._free(job)
         self._claim()
+
+    def has(self, job: DecodeJob) -> bool:
+        """Whether it waits or runs here."""
+        return job in self._waiting or job in self._running
+
+    async def lease(self, job: DecodeJob, lease_s: float) -> KvRef | None:
+        """Between two steps: a job leaves, its KV is kept for whoever goes on with it. None where that has to be computed
+        again. Raises TriptychError, and then it has to be, too."""
+        kv, sequence = self._context.kv, job.sequence
+        job.has_left = True
+        job.extend_chain()
+        keys, tail = (b"", b"") if job.chain is None else (job.chain.packed(), job.chain.tail)
+        try:
+            if job.kv is None and sequence.block_table:
+                self._keep(job)
+                return await kv.lease(sequence, lease_s, keys, tail)
+            if job.kv is not None and not job.shared:
+                return await kv.lease_copy(job.kv, sequence, lease_s, keys, tail)
+            return None
+        finally:
+            self.leave(job)
 
     async def step(self) -> bool:
         """One token for every running job; False when none runs."""
@@ -183,7 +205,7 @@ class DecodeBatch:
         sequence, chain = job.sequence, job.chain
         if chain is not None and job.kv is None and sequence.block_table:
             if job.has_left:
-                chain.extend(sequence.token_ids[chain.num_tokens : sequence.num_computed_tokens])
+                job.extend_chain()
             self._context.prefixes.add(sequence, chain.keys)
             job.is_kept = True
 

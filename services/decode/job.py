@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 from triptych.cache.block_keys import BlockChain
 from triptych.shared.engine.api import Sequence
+from triptych.shared.engine.role import LEASE_GRACE_S
 from triptych.shared.messages import DecodeRequest, InstanceId, StageTime
 from triptych.shared.sampling_params import TokenLogprobs
+from triptych.shared.token_bytes import unpack_tokens
 
 if TYPE_CHECKING:  # only named, never computed with: emulated instances run without torch
     import torch
@@ -23,8 +25,8 @@ class DecodeJob:
     num_found: blocks of `shared` that were in the cache still when it got its blocks, and need not be imported.
 
     joined: set when it runs for the first time. finished: set after its last chunk, or with the error that ends it. While
-    is_in_step the engine thread uses its blocks: a job that leaves then is freed when that ends. unsent: output tokens after
-    the first num_sent of this stage. Times are monotonic.
+    is_in_step the engine thread uses its blocks: a job that leaves then is freed when that ends. unsent: output tokens from
+    next_seq on. stays_until_s: it was handed over, nobody took it: it is not handed over again before. Times are monotonic.
     """
 
     request: DecodeRequest
@@ -45,7 +47,17 @@ class DecodeJob:
     last_sign_at_s: float = 0.0
     unsent: list[int] = field(default_factory=list)
     unsent_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    num_sent: int = 0
+    next_seq: int = 1
+    stays_until_s: float = 0.0
+
+    def extend_chain(self) -> None:
+        """To all that is computed."""
+        if self.chain is not None:
+            self.chain.extend(self.sequence.token_ids[self.chain.num_tokens : self.sequence.num_computed_tokens])
+
+    def lease_s(self, now_s: float) -> float:
+        """How long whoever goes on with it may need its KV."""
+        return self.request.timeout_s - (now_s - self.arrived_at_s) + LEASE_GRACE_S
 
     def time(self, instance_id: InstanceId, now_s: float) -> StageTime:
         """What the stage spent on it so far."""
@@ -57,10 +69,10 @@ class DecodeJob:
 def new_job(request: DecodeRequest, chain: BlockChain | None, now_s: float) -> DecodeJob:
     """The prompt's ids are not known here and not needed: their KV is. They are zeros in the sequence; penalties that need
     them have prompt_token_set."""
-    loop = asyncio.get_running_loop()
+    loop, output = asyncio.get_running_loop(), unpack_tokens(request.output)
     sequence = Sequence(
         request_id=request.request_id,
-        token_ids=[0] * request.num_prompt_tokens + [request.first_token],
+        token_ids=[0] * request.num_prompt_tokens + output,
         num_prompt_tokens=request.num_prompt_tokens,
         sampling=request.sampling,
         num_computed_tokens=request.kv.num_computed_tokens,
@@ -68,4 +80,4 @@ def new_job(request: DecodeRequest, chain: BlockChain | None, now_s: float) -> D
         prompt_token_set=request.prompt_token_set,
     )
     joined, finished = loop.create_future(), loop.create_future()
-    return DecodeJob(request, sequence, now_s, joined, finished, chain, last_sign_at_s=now_s)
+    return DecodeJob(request, sequence, now_s, joined, finished, chain, last_sign_at_s=now_s, next_seq=len(output))

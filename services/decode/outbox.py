@@ -17,10 +17,12 @@ from triptych.shared.wire import MAX_PAYLOAD_BYTES
 
 MAX_WAITING_CHUNKS = 16_384  # chosen: some 2 MB, hundreds of steps
 MAX_JOINED_TOKENS = 128  # chosen: with 20 log probabilities each they take 46 KB, and a chunk has to fit in a batch
+FLUSH_S, FLUSH_POLL_S = 1.0, 0.005  # chosen: a bus that is there takes milliseconds
 BATCH_BYTES = MAX_PAYLOAD_BYTES - 1024  # room for the batch's own fields
 CHUNK_BYTES = 64  # measured: MessagePack of a chunk without its strings and tokens is under this
 TIME_BYTES = 128  # measured: the same for StageTime, and for WireError
 TOKEN_BYTES = 5  # MessagePack of a uint32
+KV_BYTES = 512  # measured: the same for KvRef
 LOGPROB_BYTES = 16  # MessagePack of a float64, a uint32 and the array around them
 
 _log = structlog.get_logger(__name__)
@@ -53,7 +55,12 @@ class Outbox:
         self._task = asyncio.create_task(self._run(), name="decode outbox")
 
     async def stop(self) -> None:
+        """What waits goes out first, if that takes no longer than FLUSH_S."""
         if self._task is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(FLUSH_S):
+                    while not self.is_empty():  # noqa: ASYNC110 - once in a role's life
+                        await asyncio.sleep(FLUSH_POLL_S)
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
@@ -68,7 +75,7 @@ class Outbox:
         self._filled.set()
         if self._num_waiting >= MAX_WAITING_CHUNKS:
             self._has_room.clear()
-        if chunk.finish_reason is not None or chunk.error is not None or not self._has_room.is_set():
+        if chunk.is_last or not self._has_room.is_set():
             self._is_urgent.set()
 
     async def has_room(self) -> None:
@@ -102,12 +109,13 @@ class Outbox:
 
 
 def joined(chunks: Iterable[TokenChunk]) -> list[TokenChunk]:
-    """Few chunks of each request, with all its tokens in order: one unless a slow bus let more than MAX_JOINED_TOKENS wait."""
+    """Few chunks of each request, with all its tokens in order: one unless a slow bus let more than MAX_JOINED_TOKENS wait. One
+    with KV is not joined: it may fill half a message by itself."""
     out: list[TokenChunk] = []
     last: dict[RequestId, int] = {}  # its place in out
     for chunk in chunks:
         at = last.get(chunk.request_id)
-        if at is None or len(out[at].token_ids) + len(chunk.token_ids) > MAX_JOINED_TOKENS:
+        if at is None or chunk.kv is not None or len(out[at].token_ids) + len(chunk.token_ids) > MAX_JOINED_TOKENS:
             last[chunk.request_id] = len(out)
             out.append(chunk)
         else:
@@ -141,6 +149,8 @@ def _max_bytes(chunk: TokenChunk) -> int:
     size += LOGPROB_BYTES * sum(2 + len(logprobs.top) for logprobs in chunk.logprobs)
     if chunk.time is not None:
         size += TIME_BYTES + len(chunk.time.stage) + len(chunk.time.instance_id)
+    if chunk.kv is not None:
+        size += KV_BYTES + len(chunk.kv.block_keys) + len(chunk.kv.key_tail)
     if chunk.error is not None:
         error = chunk.error
         size += TIME_BYTES + sum(len(text.encode()) for text in (error.message, error.code, error.param or ""))

@@ -13,7 +13,7 @@ from triptych.services.encoder.batch import EncodeBatch, EncodeJob
 from triptych.services.host_context import HostContext
 from triptych.shared.budget import Budget
 from triptych.shared.engine.loop import StepLoop
-from triptych.shared.engine.role import LEASE_GRACE_S, MAX_PULLS, Intake, deadline, settle
+from triptych.shared.engine.role import GIVEN_UP, LEASE_GRACE_S, MAX_PULLS, Intake, deadline, given_up, settle
 from triptych.shared.errors import CACHE_MISS, InstanceLost, InternalError
 from triptych.shared.instance_info import StageLoad
 from triptych.shared.messages import EncodeReply, EncodeRequest, InstanceRequest, StageTime, TensorRef
@@ -36,21 +36,26 @@ class EncoderRole:
         self._num_requests = 0
 
     async def start(self) -> None:
-        self._intake.is_open = True
+        self.open_intake()
         self._loop.start()
 
-    def stop_intake(self) -> None:
+    def open_intake(self) -> None:
+        self._intake.is_open = True
+
+    def close_intake(self) -> None:
         self._intake.is_open = False
 
     def is_idle(self) -> bool:
         return self._num_requests == 0 and not self._tasks and not self._loop.is_stepping
 
     async def stop(self) -> None:
-        self.stop_intake()
+        self.close_intake()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._loop.stop()
+        for job in self._jobs.values():
+            settle(job.result, given_up())
 
     def load(self) -> StageLoad:
         num_running = self._batch.num_running
@@ -88,8 +93,9 @@ class EncoderRole:
             others = self._jobs.get(key)
             try:
                 return await self._share(key, others or self._new_job(key, request), request, arrived_at_s)
-            except InstanceLost:
-                if others is None or request.pixels is None:  # else it was another one's pixels that were lost
+            except InstanceLost as error:
+                was_own = others is None or request.pixels is None
+                if was_own or error.code == GIVEN_UP:  # else it was another one's pixels that were lost
                     raise
 
     def _new_job(self, key: object, request: EncodeRequest) -> EncodeJob:

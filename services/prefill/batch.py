@@ -116,7 +116,7 @@ class PrefillBatch:
         else:
             job.pulled = None
         held = prefixes.take(job.cacheable_keys[:num_held])
-        rest = kv.allocate(kv.num_for(job.sequence.num_prompt_tokens) - num_held, keep_free=kv.num_claimed)
+        rest = kv.allocate(kv.num_for(job.num_tokens) - num_held, keep_free=kv.num_claimed)
         if rest is None:
             prefixes.give_back(held)
             return False

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from array import array
 from collections.abc import Iterable
 
 from triptych.cache.block_keys import ImagePlace
 from triptych.shared.errors import BadRequest, InternalError
 from triptych.shared.image_info import ImageInfo
 from triptych.shared.messages import PlacedImage, PrefillRequest, TensorRef
-
-BYTES_PER_TOKEN = 4
+from triptych.shared.token_bytes import BYTES_PER_TOKEN
 
 
 def check_request(request: PrefillRequest, max_model_len: int) -> None:
@@ -35,6 +32,8 @@ def check_request(request: PrefillRequest, max_model_len: int) -> None:
     num_bytes = prompt.leased.num_bytes if prompt.leased is not None else len(prompt.inline)
     if num_bytes != BYTES_PER_TOKEN * prompt.num_tokens:
         raise InternalError("the prompt's bytes are not what its number of tokens says", code="invalid_message")
+    if not 0 <= request.num_output_tokens < min(prompt.num_tokens, request.sampling.max_tokens):
+        raise InternalError("the request has no prompt, or nothing is left to generate", code="invalid_message")
     _check_images(request)
 
 
@@ -70,14 +69,6 @@ def image_places(images: Iterable[PlacedImage]) -> list[ImagePlace]:
 def _goes_on(before: ImageInfo, image: ImageInfo) -> bool:
     """Whether an image's part is the one after another."""
     return (before.mm_hash, (before.first_piece or 0) + before.num_pieces) == (image.mm_hash, image.first_piece)
-
-
-def token_ids_of(data: bytes) -> list[int]:
-    """The token ids of PromptTokens: little-endian uint32."""
-    tokens = array("I", data)
-    if sys.byteorder == "big":
-        tokens.byteswap()
-    return tokens.tolist()
 
 
 def check_embeddings(placed: PlacedImage, embeddings: TensorRef) -> None:

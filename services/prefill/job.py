@@ -25,12 +25,13 @@ class PulledBlocks:
 
 @dataclass(slots=True, eq=False)
 class PrefillJob:
-    """chain: the prompt's block keys, None when nothing is cached. result: its first output token. While is_in_step the engine
-    thread uses its blocks: a job that leaves then is freed when the step ends. num_landed_when_parked: see PrefillBatch.
-    arrived_at_s, slack_s, work_s: for the queue order. Times are monotonic.
+    """num_tokens: of the prompt, output that is known already included. chain: their block keys, None when nothing is cached.
+    result: the next token. While is_in_step the engine thread uses its blocks: a job that leaves then is freed when the step
+    ends. num_landed_when_parked: see PrefillBatch. arrived_at_s, slack_s, work_s: for the queue order. Times are monotonic.
     """
 
     sequence: Sequence
+    num_tokens: int
     inputs: PromptInputs
     result: asyncio.Future[int]
     arrived_at_s: float
@@ -58,8 +59,7 @@ class PrefillJob:
     @property
     def num_pending_tokens(self) -> int:
         """Not computed, nor expected to be cached."""
-        sequence = self.sequence
-        return sequence.num_prompt_tokens - max(sequence.num_computed_tokens, self.num_cached_tokens)
+        return self.num_tokens - max(self.sequence.num_computed_tokens, self.num_cached_tokens)
 
     def num_ready(self, num_computed: int, attends_to_all: bool) -> int:
         """How many tokens can be computed after the first num_computed: up to the first image that has not landed."""

@@ -11,14 +11,14 @@ import time
 
 from triptych.services.host_context import HostContext
 from triptych.services.prefill.batch import PrefillBatch
-from triptych.services.prefill.checks import check_request, image_places, token_ids_of
+from triptych.services.prefill.checks import check_request, image_places
 from triptych.services.prefill.inputs import PromptInputs
 from triptych.services.prefill.job import PrefillJob
 from triptych.services.prefill.prefix_pull import asked_for, pull_prefix
 from triptych.shared.budget import Budget
 from triptych.shared.engine.api import Sequence
 from triptych.shared.engine.loop import StepLoop
-from triptych.shared.engine.role import LEASE_GRACE_S, MAX_PULLS, Intake, deadline, settle
+from triptych.shared.engine.role import LEASE_GRACE_S, MAX_PULLS, Intake, deadline, given_up, settle
 from triptych.shared.errors import InstanceLost, InternalError
 from triptych.shared.instance_info import StageLoad
 from triptych.shared.messages import (
@@ -32,6 +32,7 @@ from triptych.shared.messages import (
     StageTime,
 )
 from triptych.shared.policies.batching import finish_reason
+from triptych.shared.token_bytes import unpack_tokens
 
 
 class PrefillRole:
@@ -48,18 +49,23 @@ class PrefillRole:
 
     async def start(self) -> None:
         self._context.kv.on_freed(self._loop.wake)
-        self._intake.is_open = True
+        self.open_intake()
         self._loop.start()
 
-    def stop_intake(self) -> None:
+    def open_intake(self) -> None:
+        self._intake.is_open = True
+
+    def close_intake(self) -> None:
         self._intake.is_open = False
 
     def is_idle(self) -> bool:
         return not self._jobs and self._batch.is_empty() and not self._loop.is_stepping
 
     async def stop(self) -> None:
-        self.stop_intake()
+        self.close_intake()
         await self._loop.stop()
+        for job in self._jobs.values():
+            settle(job.result, given_up())
         self._context.kv.forget(self._loop.wake)
 
     def load(self) -> StageLoad:
@@ -102,8 +108,9 @@ class PrefillRole:
         """Nothing of it is here yet."""
         result: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         inputs = PromptInputs(self._context, request.images, self._pulls, self._loop.wake, lambda error: settle(result, error))
-        sequence = Sequence(request.request_id, [], request.prompt.num_tokens, request.sampling, inputs.spans)
-        return PrefillJob(sequence, inputs, result, time.monotonic(), request.slack_s)
+        num_tokens = request.prompt.num_tokens
+        sequence = Sequence(request.request_id, [], num_tokens - request.num_output_tokens, request.sampling, inputs.spans)
+        return PrefillJob(sequence, num_tokens, inputs, result, time.monotonic(), request.slack_s)
 
     async def _prefill_one(self, request: PrefillRequest, job: PrefillJob) -> PrefillReply:
         context = self._context
@@ -131,10 +138,10 @@ class PrefillRole:
     async def _token_ids(self, request: PrefillRequest) -> list[int]:
         ref = request.prompt.leased
         if ref is None:
-            return token_ids_of(request.prompt.inline)
+            return unpack_tokens(request.prompt.inline)
         async with self._pulls:
             tensor = await self._context.pull(ref)
-        token_ids = token_ids_of(tensor.numpy().tobytes())
+        token_ids = unpack_tokens(tensor.numpy().tobytes())
         self._context.drop(ref)
         return token_ids
 
@@ -147,8 +154,8 @@ class PrefillRole:
 
     async def _reply(self, request: PrefillRequest, job: PrefillJob, first_token: int, spent: StageTime) -> PrefillReply:
         sequence, num_cached_tokens = job.sequence, job.num_cached_tokens
-        num_tokens = request.prompt.num_tokens + 1
-        reason = finish_reason(request.sampling, first_token, 1, num_tokens, self._context.max_model_len)
+        num_output, num_tokens = request.num_output_tokens + 1, request.prompt.num_tokens + 1
+        reason = finish_reason(request.sampling, first_token, num_output, num_tokens, self._context.max_model_len)
         if reason is not None:
             return PrefillReply(first_token, spent, reason, None, sequence.logprobs, num_cached_tokens)
         keys, tail = (b"", b"") if job.chain is None else (job.chain.packed(), job.chain.tail)

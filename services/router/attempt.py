@@ -21,24 +21,29 @@ from triptych.services.router.pictures import Pictures, most_telling
 from triptych.services.router.prompt import ExpandedPrompt, expand
 from triptych.services.router.record import Phase
 from triptych.services.router.stage_calls import StageCalls
-from triptych.services.router.text_stages import ToPrefill, prefill, start_decode
+from triptych.services.router.text_stages import ToDecode, ToPrefill, prefill, start_decode
 from triptych.services.router.token_streams import Tokens
 from triptych.shared.errors import BadRequest, InternalError
-from triptych.shared.messages import InstanceId, PrefillReply
+from triptych.shared.image_info import ImageInfo
+from triptych.shared.messages import PrefillReply
 from triptych.shared.policies.routing import PromptWork
 from triptych.shared.sampling_params import SamplingParams
 
 
 class AttemptRun:
-    """`tokens` once, then done. trusts_index: whether what the cache index says is believed, and asked for."""
+    """`tokens` once, then done. output: what earlier attempts gave, after which this one goes on; it grows. trusts_index:
+    whether what the cache index says is believed, and asked for."""
 
-    def __init__(self, calls: StageCalls, job: Job, trusts_index: bool = True) -> None:
+    def __init__(self, calls: StageCalls, job: Job, output: list[int], trusts_index: bool = True) -> None:
         self._calls = calls
         self._job = job
-        sequence = UnifiedSequence(job.prompt, calls.parts.cache, job.terms.cache_salt)
+        self._output = output
+        self._prompt = job.prompt.followed_by(output)
+        sequence = UnifiedSequence(self._prompt, calls.parts.cache, job.terms.cache_salt)
         is_asked = trusts_index and (bool(job.sources) or self._calls.kv_may_be_elsewhere)
         self._cached = CachedParts(sequence, partial(calls.may_use, "prefill"), is_asked)
         self._pictures = Pictures(calls, job, self._cached, self._max_tokens)
+        self._images: list[ImageInfo] = []
 
     async def tokens(self) -> AsyncGenerator[Tokens]:
         """The output in pieces, the last with finish_reason. Raises TriptychError."""
@@ -49,53 +54,60 @@ class AttemptRun:
         refuse_if_late(calls, self._job.prompt, self._pictures, self._cached)
         needs_room = self._pictures.need_room
         async with parts.gate.turn(record.arrived_at_s, calls.remaining_s()) if needs_room else nullcontext():
-            sampling, prefill_id, first = await self._first_token()
-        record.first_token_at_s = time.monotonic()
+            sampling, first = await self._first_token()
+        record.first_token_at_s = record.first_token_at_s or time.monotonic()
+        if first.finish_reason == "stop":
+            yield Tokens((), "stop")
+            return
+        self._output.append(first.first_token)
+        yield _first_tokens(first)  # at once: its way to the client and the hand-over need not wait for each other
         if first.finish_reason is not None:
-            yield Tokens((), first.finish_reason) if first.finish_reason == "stop" else _first_tokens(first)
             return
         if first.kv is None:
             raise InternalError("a prefill instance neither ended the output nor handed over its KV")
         record.move(Phase.DECODE)
+        given: ToDecode | None = ToDecode(first.kv, self._output, sampling)
         with parts.streams.open(calls.request_id, sampling.max_tokens, calls.remaining_s(), self._job.is_whole) as stream:
-            decode_id = await start_decode(calls, self._job, first.kv, first.first_token, prefill_id, sampling)
-            stamp = calls.attempt.stamps[-1]
-            with parts.book.hold(decode_id, "decode", first.kv.num_computed_tokens):
-                yield _first_tokens(first)
-                is_over = False
-                while not is_over:
-                    piece = await stream.next()
-                    is_over = piece.finish_reason is not None
-                    if is_over:
-                        stamp.end(time.monotonic(), piece.time)
-                    yield piece
+            while given is not None:
+                decode_id = await start_decode(calls, self._job, given)
+                self._job.let_go_of_files(self._images)
+                stamp = calls.attempt.stamps[-1]
+                with parts.book.hold(decode_id, "decode", given.kv.num_computed_tokens):
+                    piece = Tokens(())
+                    while piece.finish_reason is None and piece.kv is None:
+                        piece = await stream.next()
+                        self._output += piece.token_ids
+                        if piece.time is not None:
+                            stamp.end(time.monotonic(), piece.time)
+                        yield piece
+                given = None if piece.kv is None else ToDecode(piece.kv, self._output, sampling, decode_id)
 
-    async def _first_token(self) -> tuple[SamplingParams, InstanceId, PrefillReply]:
-        """The stages up to prefill: how the output is sampled, who has its KV, and its first token."""
+    async def _first_token(self) -> tuple[SamplingParams, PrefillReply]:
+        """The stages up to prefill: how the output is sampled, and its first token."""
         pictures, record, prompt = self._pictures, self._calls.record, self._job.prompt
         try:
             async with asyncio.TaskGroup() as group:
                 pictures.start(group, probable_prefill(self._calls, self._work()) if pictures else None)
                 await pictures.known()
                 sampling = msgspec.structs.replace(self._job.sampling, max_tokens=self._max_tokens())
-                expanded = expand(prompt, [image.num_tokens for image in pictures.images if image is not None])
+                images = [image for image in pictures.images if image is not None]
+                expanded = expand(self._prompt, [image.num_tokens for image in images])
                 record.num_text_tokens, record.num_image_tokens = prompt.num_text_tokens, pictures.num_tokens
                 self._calls.parts.demand.on_image_tokens(record, pictures.num_tokens)
                 if not overlap_verdict(self._calls, expanded, pictures, self._cached).is_yes:
                     await pictures.encoded()
                 record.move(Phase.PREFILL)
-                prefill_id, first = await self._prefill(expanded, sampling, group)
+                first = await self._prefill(expanded, sampling, group)
                 if kept_at := pictures.kept_at:
                     self._calls.parts.release(self._calls.request_id, kept_at)  # files that nobody needs now
                 pictures.stop()
         except BaseExceptionGroup as errors:
             raise most_telling(errors) from None
         record.num_cached_tokens = first.num_cached_tokens
-        return sampling, prefill_id, first
+        self._images = images
+        return sampling, first
 
-    async def _prefill(
-        self, expanded: ExpandedPrompt, sampling: SamplingParams, group: asyncio.TaskGroup
-    ) -> tuple[InstanceId, PrefillReply]:
+    async def _prefill(self, expanded: ExpandedPrompt, sampling: SamplingParams, group: asyncio.TaskGroup) -> PrefillReply:
         pictures = self._pictures
         given = ToPrefill(
             prompt=expanded,
@@ -103,11 +115,13 @@ class AttemptRun:
             sampling=sampling,
             images=lambda: pictures.placed(expanded.offsets),
             while_there=lambda instance_id: pictures.forwarding(group, instance_id),
+            num_output_tokens=len(self._output),
         )
-        return await prefill(self._calls, given, self._cached)
+        _, first = await prefill(self._calls, given, self._cached)
+        return first
 
     def _work(self) -> PromptWork:
-        return prompt_work(self._calls, self._job.prompt, self._pictures, self._cached)
+        return prompt_work(self._calls, self._prompt, self._pictures, self._cached)
 
     def _max_tokens(self) -> int:
         """How many output tokens are asked for and fit. Needs the sizes of all pictures.

@@ -11,14 +11,13 @@ from triptych.services.router.job import Job, Parts
 from triptych.services.router.output import Output, OutputToken, Piece
 from triptych.services.router.record import RequestRecord
 from triptych.services.router.retry import run_request
-from triptych.services.router.token_streams import RESTARTED
 
 MAX_WAITING_PIECES = 64  # chosen: of all choices; then they wait for a slow client
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """output makes a new one, also when the job is attempted again."""
+    """output makes one."""
 
     job: Job
     record: RequestRecord
@@ -31,9 +30,6 @@ async def pieces_of(parts: Parts, choice: Choice) -> AsyncGenerator[Piece]:
     output, whole = choice.output(), _Whole()
     async with aclosing(run_request(parts, choice.job, choice.record)) as run:
         async for tokens in run:
-            if tokens is RESTARTED:
-                output, whole = choice.output(), _Whole()
-                continue
             piece = output.push(tokens)
             choice.record.num_output_tokens = output.num_tokens
             if choice.job.is_streaming:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import binascii
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from urllib.parse import unquote_to_bytes
 
 from triptych.services.router.api_types import ImageInput
 from triptych.shared.errors import BadRequest
-from triptych.shared.image_info import NO_LIMITS, PixelLimits
+from triptych.shared.image_info import NO_LIMITS, ImageInfo, PixelLimits
 
 MAX_URL_CHARS = 8192  # chosen: browsers and servers stop near 8 KB
 NO_URL_TEXT = (
@@ -25,12 +25,21 @@ _URL_SAFE = bytes.maketrans(b"-_", b"+/")
 
 @dataclass(frozen=True, slots=True)
 class ImageSource:
-    """Exactly one of url and content is set."""
+    """Exactly one of url and content is set, until content is let go of: then image is what it showed."""
 
     param: str
     limits: PixelLimits = NO_LIMITS
     url: str | None = None
     content: bytes | None = None
+    image: ImageInfo | None = None
+
+    @property
+    def is_gone(self) -> bool:
+        return self.url is None and self.content is None
+
+    def without_content(self, image: ImageInfo) -> ImageSource:
+        """What is kept of one that has been computed."""
+        return replace(self, content=None, image=image)
 
 
 def read_source(image: ImageInput, max_media_bytes: int) -> ImageSource:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from triptych.services.router.cached_parts import Cache
@@ -17,15 +17,16 @@ from triptych.services.router.sampling_fields import NO_TERMS, Terms
 from triptych.services.router.token_streams import TokenStreams
 from triptych.services.router.uploads import Uploader
 from triptych.shared.bus import Bus
+from triptych.shared.image_info import ImageInfo
 from triptych.shared.messages import InstanceId, RequestId
 from triptych.shared.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is to be answered. sampling.max_tokens 0: what the context leaves. is_streaming: tokens go out as they come, so
-    that after the first one no other attempt is possible. is_watched: they are looked at as they come, since a stop string may
-    end the output. sources: the pictures, kept while another attempt may need them. param: the prompt's field, for errors."""
+    """What is to be answered. sampling.max_tokens 0: what the context leaves. is_streaming: tokens go out as they come.
+    is_watched: they are looked at as they come, since a stop string may end the output. sources: the pictures. param: the
+    prompt's field, for errors."""
 
     prompt: Prompt
     sources: list[ImageSource]
@@ -39,6 +40,12 @@ class Job:
     def is_whole(self) -> bool:
         """Nobody looks at the output before its end."""
         return not (self.is_streaming or self.is_watched)
+
+    def let_go_of_files(self, images: Sequence[ImageInfo]) -> None:
+        """Of a stream that has begun, which may last. images: what they show. Another attempt finds them, or their KV, where
+        they are cached."""
+        if self.is_streaming:
+            self.sources[:] = map(ImageSource.without_content, self.sources, images)
 
 
 @dataclass(frozen=True, slots=True)

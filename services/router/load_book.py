@@ -28,6 +28,7 @@ class InstanceView:
     tokens_per_s: float
     other_s: float
     encoded_ago_s: float
+    group: str = ""
 
 
 @dataclass(slots=True)
@@ -132,6 +133,7 @@ class LoadBook:
             load.tokens_per_s,
             sum(self._pending_s(beat, other) for other in beat.loads if other.stage != stage),
             self._encoded_ago_s(beat),
+            beat.group,
         )
 
     def _work(self, beat: Heartbeat, stage: Stage, load: StageLoad) -> tuple[int, int, int]:

@@ -54,6 +54,8 @@ class PictureStages:
 
     async def _preprocess(self, picture: Picture, tries: Tries, may_skip_decode: bool) -> None:
         """Where its file waits already, if it does."""
+        if picture.source.is_gone:
+            raise Overloaded(f"image {picture.index + 1} of the request was held where it got lost; try again later")
 
         def keeper_only(views: Sequence[InstanceView]) -> Choice:
             if picture.kept_at not in [view.instance_id for view in views]:

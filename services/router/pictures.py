@@ -39,7 +39,7 @@ class Pictures:
         self._num_text_tokens = job.prompt.num_text_tokens
         self._stages = PictureStages(calls, self._keeps_any)
         self._encoding = Encoding(self._stages, self._slack_s)
-        self._pictures = [Picture(index, source) for index, source in enumerate(job.sources)]
+        self._pictures = [Picture(index, source, image=source.image) for index, source in enumerate(job.sources)]
         self._settling = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
 

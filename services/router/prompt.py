@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from triptych.services.router.api_types import ChatTurn
 from triptych.services.router.spellings import Spellings
 from triptych.shared.checkpoint import Checkpoint
 from triptych.shared.errors import BadRequest, InternalError
+from triptych.shared.token_bytes import pack_tokens
 
 _TEMPLATE_VARIABLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 NUM_KNOWN_FORMS = 64  # chosen: of conversations; one of very many parts takes a megabyte
@@ -40,6 +40,10 @@ class Prompt:
     def num_text_tokens(self) -> int:
         return len(self.token_ids) - len(self.placeholder_at)
 
+    def followed_by(self, token_ids: Sequence[int]) -> Prompt:
+        """With output after it, from which generation goes on."""
+        return Prompt(self.token_ids + array("I", token_ids), self.placeholder_at) if token_ids else self
+
 
 @dataclass(frozen=True, slots=True)
 class ExpandedPrompt:
@@ -49,12 +53,7 @@ class ExpandedPrompt:
     offsets: tuple[int, ...]
 
     def to_bytes(self) -> bytes:
-        """Little-endian uint32."""
-        if sys.byteorder == "little":
-            return self.token_ids.tobytes()
-        swapped = self.token_ids[:]
-        swapped.byteswap()
-        return swapped.tobytes()
+        return pack_tokens(self.token_ids)
 
 
 def expand(prompt: Prompt, num_tokens: Sequence[int]) -> ExpandedPrompt:

@@ -14,7 +14,7 @@ from triptych.services.router.media_gate import STORE_FULL
 from triptych.services.router.record import RequestRecord
 from triptych.services.router.routing import Routes
 from triptych.services.router.stage_calls import StageCalls
-from triptych.services.router.token_streams import RESTARTED, Tokens
+from triptych.services.router.token_streams import Tokens
 from triptych.shared.errors import CACHE_MISS, InstanceLost, InternalError, Overloaded, TriptychError
 
 _log = structlog.get_logger(__name__)
@@ -23,10 +23,10 @@ _log = structlog.get_logger(__name__)
 async def run_request(parts: Parts, job: Job, record: RequestRecord) -> AsyncGenerator[Tokens]:
     """The output in pieces, the last with finish_reason. Close the iterator (aclosing) to abort.
 
-    A lost instance means another attempt, as long as nothing of this one has gone out to the client: for an answer in one
-    piece that is until its end. RESTARTED then says that what was yielded so far is void. Once something has gone out the
-    pictures are let go of (job.sources is emptied). An attempt that found no room is repeated until the request's deadline,
-    which the gate watches. One that the cache index misled is repeated without asking it.
+    A lost instance means another attempt, which goes on after the tokens that are out: they are a part of its prompt, whose KV
+    may be cached. Once a stream has begun the files of its pictures are let go of: then it can only go on where they, or their
+    KV, are cached. An attempt that found no room is repeated until the request's deadline, which the gate watches. One that the
+    cache index misled is repeated without asking it.
 
     Raises:
         TriptychError: the request ends in this error.
@@ -35,26 +35,19 @@ async def run_request(parts: Parts, job: Job, record: RequestRecord) -> AsyncGen
         record.due_at_s = record.arrived_at_s + slo_ttft_s
     record.num_images = len(job.sources)
     parts.demand.on_arrival(record, job.prompt.num_text_tokens)
+    output: list[int] = []
     num_failed, trusts_index = 0, True
     while True:
         attempt = record.begin_attempt()
-        if len(record.attempts) > 1:
-            yield RESTARTED
-        is_out = False
         try:
             calls = StageCalls(parts, record, attempt, Routes(parts.routing), job.terms)
-            async with aclosing(AttemptRun(calls, job, trusts_index).tokens()) as pieces:
+            async with aclosing(AttemptRun(calls, job, output, trusts_index).tokens()) as pieces:
                 async for piece in pieces:
-                    if job.is_streaming:
-                        is_out = True
-                        job.sources.clear()
                     yield piece
             return
         except InstanceLost as error:
             _raise_if_cancelled()
             _log.info("an attempt failed", request_id=attempt.request_id, code=error.code, instance_id=error.instance_id)
-            if is_out:
-                raise
             is_misled = error.code == CACHE_MISS and trusts_index
             num_failed += error.code != STORE_FULL and not is_misled
             record.num_stale += is_misled

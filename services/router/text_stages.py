@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from triptych.services.router.cached_parts import CachedParts
 from triptych.services.router.dispatch import Work
 from triptych.services.router.job import Job
@@ -31,6 +33,7 @@ from triptych.shared.messages import (
 from triptych.shared.policies.batching import num_blocks_for
 from triptych.shared.policies.routing import Choice, PromptWork, choose_preprocess
 from triptych.shared.sampling_params import SamplingParams
+from triptych.shared.token_bytes import pack_tokens
 from triptych.shared.token_set import token_set
 from triptych.shared.wire import MAX_PAYLOAD_BYTES
 
@@ -40,13 +43,25 @@ MESSAGE_SLACK_BYTES = 4096  # chosen: everything else of a PrefillRequest
 
 @dataclass(frozen=True, slots=True)
 class ToPrefill:
-    """What goes to prefill. images: as they are when it is sent. while_there: entered with the chosen instance."""
+    """What goes to prefill. images: as they are when it is sent. while_there: entered with the chosen instance.
+    num_output_tokens: of the prompt's last tokens, those that are output already."""
 
     prompt: ExpandedPrompt
     work: PromptWork
     sampling: SamplingParams
     images: Callable[[], tuple[PlacedImage, ...]]
     while_there: Callable[[InstanceId], AbstractContextManager[object]]
+    num_output_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ToDecode:
+    """What goes on at a decode instance. output: the tokens so far; kv has all but the last. moved_from: who handed it over."""
+
+    kv: KvRef
+    output: Sequence[int]
+    sampling: SamplingParams
+    moved_from: InstanceId | None = None
 
 
 async def prefill(calls: StageCalls, given: ToPrefill, cached: CachedParts) -> tuple[InstanceId, PrefillReply]:
@@ -65,6 +80,7 @@ async def prefill(calls: StageCalls, given: ToPrefill, cached: CachedParts) -> t
             cache_salt=calls.terms.cache_salt,
             prefix=None if source is None else PrefixSource(source, cached.num_blocks(source)),
             slack_s=calls.slack_s(),
+            num_output_tokens=given.num_output_tokens,
         )
         with given.while_there(beat.instance_id):
             return await calls.ask(beat.instance_id, request, PrefillReply)
@@ -102,28 +118,50 @@ async def _prompt_tokens(calls: StageCalls, prompt: ExpandedPrompt, num_places: 
     return PromptTokens(len(prompt.token_ids), leased=leased)
 
 
-async def start_decode(
-    calls: StageCalls, job: Job, kv: KvRef, first_token: int, prefill_id: InstanceId, sampling: SamplingParams
-) -> InstanceId:
+async def start_decode(calls: StageCalls, job: Job, given: ToDecode) -> InstanceId:
     """Hand over to a decode instance; tokens come on the request's stream from then on. Raises TriptychError."""
     num_prompt_tokens = calls.record.num_text_tokens + calls.record.num_image_tokens
+    penalised = token_set(job.prompt.token_ids) if given.sampling.repetition_penalty != 1 else b""
+    output = pack_tokens(given.output)
+    kv = _fitting(given.kv, len(output) + len(penalised))
 
     async def send(beat: Heartbeat, choice: Choice) -> Accepted:
-        calls.parts.streams.expect(calls.request_id, beat.instance_id)
+        calls.parts.streams.expect(calls.request_id, beat.instance_id, len(given.output))
         request = DecodeRequest(
             request_id=calls.request_id,
             router_id=calls.parts.router_id,
             kv=kv,
-            first_token=first_token,
+            output=output,
             num_prompt_tokens=num_prompt_tokens,
-            sampling=sampling,
+            sampling=given.sampling,
             timeout_s=calls.remaining_s(),
-            prompt_token_set=token_set(job.prompt.token_ids) if sampling.repetition_penalty != 1 else b"",
+            prompt_token_set=penalised,
             whole=job.is_whole,
         )
         return await calls.ask(beat.instance_id, request, Accepted)
 
-    num_blocks = num_blocks_for(num_prompt_tokens + 1, kv.block_size)
-    choose = calls.routes.decode(num_blocks, prefill_id)
-    decode_id, _ = await calls.dispatch(Work("decode", num_prompt_tokens, choose, send))
+    num_blocks = num_blocks_for(kv.num_computed_tokens + 1, kv.block_size)
+    choose = calls.routes.decode(num_blocks, kv.tensor.owner)
+    if given.moved_from is not None:
+        choose = _elsewhere(given.moved_from, choose)
+    decode_id, _ = await calls.dispatch(Work("decode", kv.num_computed_tokens, choose, send))
     return decode_id
+
+
+def _elsewhere(source: InstanceId, choose: Choose) -> Choose:
+    """Not where it was; but when nobody else takes it, back there, which is tried once."""
+    back = iter((Choice(source, "nobody else takes it"),))
+    return lambda views: choose([view for view in views if view.instance_id != source]) or next(back, None)
+
+
+def _fitting(kv: KvRef, num_other_bytes: int) -> KvRef:
+    """As it goes into a message with so many other bytes: without the keys, which only caches need, where they are too many.
+
+    Raises:
+        InstanceLost: the output is too long for a message: its KV can't move.
+    """
+    room = MAX_PAYLOAD_BYTES - MESSAGE_SLACK_BYTES - num_other_bytes
+    if room < 0:
+        raise InstanceLost("the output is too long to go on elsewhere", code="output_too_long")
+    is_fitting = len(kv.block_keys) + len(kv.key_tail) <= room
+    return kv if is_fitting else msgspec.structs.replace(kv, block_keys=b"", key_tail=b"")

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from triptych.shared.errors import DeadlineExceeded, InstanceLost, InternalError, TriptychError, from_wire
-from triptych.shared.messages import Event, FinishReason, InstanceId, RequestId, StageTime, TokenBatch, TokenChunk
+from triptych.shared.messages import Event, FinishReason, InstanceId, KvRef, RequestId, StageTime, TokenBatch, TokenChunk
 from triptych.shared.sampling_params import TokenLogprobs
 
 SILENCE_S = 10.0  # chosen: five missed signs of life of a decode instance
@@ -19,21 +19,19 @@ SILENCE_S = 10.0  # chosen: five missed signs of life of a decode instance
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Tokens that came since the last ones, with as many logprobs when asked for. The last piece has finish_reason, and time
-    when the stage told it."""
+    """Tokens that came since the last ones, with as many logprobs when asked for. The last piece has finish_reason, the last
+    from an instance that handed the request over kv; these have time, when the stage told it."""
 
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     time: StageTime | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
-
-
-RESTARTED = Tokens(())  # by identity: the request is attempted again, its output begins anew
+    kv: KvRef | None = None
 
 
 class TokenStream:
-    """One request's tokens from one decode instance; the first one expected has seq 1 (0 came from prefill). remaining_s: of
-    the request. whole: nobody wants them before the last."""
+    """One request's tokens, from one decode instance after the other. remaining_s: of the request. whole: nobody wants them
+    before the last."""
 
     def __init__(self, max_tokens: int, remaining_s: float, whole: bool = False) -> None:
         self.instance_id: InstanceId | None = None
@@ -44,12 +42,14 @@ class TokenStream:
         self._waiting: asyncio.Future[None] | None = None  # whoever is in `next`
         self._timer: asyncio.TimerHandle | None = None
         self._heard_at_s = 0.0
-        self.expect(None)
+        self.expect(None, 0)
 
-    def expect(self, instance_id: InstanceId | None) -> None:
-        """The request goes to this instance now; an earlier one refused it."""
+    def expect(self, instance_id: InstanceId | None, next_seq: int) -> None:
+        """The request goes to this instance now; an earlier one refused it, or handed it over, and all of that was read."""
+        self.close()
+        self._heard_at_s = self._loop.time()
         self.instance_id = instance_id
-        self._next_seq = 1
+        self._next_seq = next_seq
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._last: TokenChunk | None = None
@@ -73,7 +73,7 @@ class TokenStream:
             self._next_seq += len(chunk.token_ids)
             self._token_ids += chunk.token_ids
             self._logprobs += chunk.logprobs
-            if chunk.finish_reason is not None:
+            if chunk.is_last:
                 self._last = chunk
             elif self._whole or not chunk.token_ids:
                 return
@@ -89,6 +89,7 @@ class TokenStream:
         """Nobody waits any more."""
         if self._timer is not None:
             self._timer.cancel()
+            self._timer = None
 
     async def next(self) -> Tokens:
         """What came since the last call, waiting for it. After an error there is nothing more.
@@ -105,7 +106,7 @@ class TokenStream:
         token_ids, self._token_ids = tuple(self._token_ids), []
         logprobs, self._logprobs = tuple(self._logprobs), []
         if self._last is not None:
-            return Tokens(token_ids, self._last.finish_reason, self._last.time, logprobs)
+            return Tokens(token_ids, self._last.finish_reason, self._last.time, logprobs, self._last.kv)
         if self._error is None:
             self._has_news = False
         elif not token_ids:
@@ -155,9 +156,9 @@ class TokenStreams:
             stream.close()
             del self._streams[request_id]
 
-    def expect(self, request_id: RequestId, instance_id: InstanceId) -> None:
-        """From now on the request's tokens come from this instance, beginning with seq 1."""
-        self._streams[request_id].expect(instance_id)
+    def expect(self, request_id: RequestId, instance_id: InstanceId, next_seq: int) -> None:
+        """From now on the request's tokens come from this instance, beginning with that number."""
+        self._streams[request_id].expect(instance_id, next_seq)
 
     def on_event(self, event: Event) -> None:
         """Chunks of requests that are over, or from another instance than the one that was asked, are ignored."""

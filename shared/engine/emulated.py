@@ -69,8 +69,10 @@ class EmulatedEngine:
             sequence.position_delta = -sum(span.image.num_tokens for span in sequence.images)
 
     def run(self, chunks: Seq[Chunk]) -> list[int | None]:
-        prompts = [chunk for chunk in chunks if chunk.sequence.num_computed_tokens < chunk.sequence.num_prompt_tokens]
-        running = [chunk for chunk in chunks if chunk.sequence.num_computed_tokens >= chunk.sequence.num_prompt_tokens]
+        prompts, running = [], []
+        for chunk in chunks:  # output that was made elsewhere is computed again as a prompt is
+            is_prompt = chunk.sequence.num_computed_tokens < chunk.sequence.num_prompt_tokens or chunk.num_tokens > 1
+            (prompts if is_prompt else running).append(chunk)
         work = [part for part in map(self._prefill_chunk, prompts) if part.num_tokens]
         self._spend(self._cost.mixed_s(work, self._decode_batch(running)))
         for chunk in chunks:

@@ -100,11 +100,38 @@ class KvBlocks:
             self._tell_freed()
 
     async def lease(self, sequence: Sequence, lease_s: float, block_keys: bytes = b"", key_tail: bytes = b"") -> KvRef:
-        """Turn a prefilled sequence's blocks into a lease, for a decode instance to pull. The sequence has none after.
-        block_keys, key_tail: see KvRef."""
-        block_ids, sequence.block_table = sequence.block_table, []
+        """Turn a sequence's blocks into a lease, for a decode instance to pull; of the last ones, those that are not begun are
+        given back. The sequence has none after. block_keys, key_tail: see KvRef."""
+        num_blocks = self.num_for(sequence.num_computed_tokens)
+        block_ids, spare = sequence.block_table[:num_blocks], sequence.block_table[num_blocks:]
+        sequence.block_table = []
         self.pool.move(block_ids, "use", "lease")
+        if spare:
+            self.pool.free(spare)
+            self._tell_freed()
         tensor = await self._lease(block_ids, block_ids, sequence.request_id, lease_s)
+        return self._ref(tensor, sequence, block_keys, key_tail)
+
+    async def lease_copy(
+        self, blocks: torch.Tensor, sequence: Sequence, lease_s: float, block_keys: bytes = b"", key_tail: bytes = b""
+    ) -> KvRef:
+        """The same of KV that lies outside of the pool, as export_blocks made it."""
+        lease = _Lease([])
+        request_id = sequence.request_id
+        tensor = await self._transport.put_kept(blocks, request_id, lease_s, lambda: self._end(lease))
+        self._hold(lease, tensor)
+        return self._ref(tensor, sequence, block_keys, key_tail)
+
+    def is_leased(self, tensor_id: TensorId) -> bool:
+        """Whether `lease` or `lease_copy` gave it, and it was neither pulled nor released yet."""
+        return tensor_id in self._leases
+
+    def has_blocks_of(self, kv: KvRef) -> bool:
+        """Whether they can be taken over."""
+        lease = self._leases.get(kv.tensor.tensor_id)
+        return lease is None or bool(lease.block_ids)
+
+    def _ref(self, tensor: TensorRef, sequence: Sequence, block_keys: bytes, key_tail: bytes) -> KvRef:
         return KvRef(
             tensor=tensor,
             num_computed_tokens=sequence.num_computed_tokens,
@@ -134,10 +161,13 @@ class KvBlocks:
         except BaseException:  # also cancellation: nobody will ever hold a reference to the lease
             self._end(lease)
             raise
+        self._hold(lease, tensor)
+        return tensor
+
+    def _hold(self, lease: _Lease, tensor: TensorRef) -> None:
         if lease.is_held:
             lease.tensor_id = tensor.tensor_id
             self._leases[tensor.tensor_id] = lease
-        return tensor
 
     def take_over(self, kv: KvRef) -> list[int]:
         """The blocks of a lease of our own, now in use by a sequence: prefill and decode on one instance copy nothing.

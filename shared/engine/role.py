@@ -11,13 +11,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Protocol, TypeVar
 
-from triptych.shared.errors import DeadlineExceeded, Overloaded
+from triptych.shared.errors import DeadlineExceeded, InstanceLost, Overloaded
 from triptych.shared.instance_info import StageLoad
 from triptych.shared.messages import InstanceRequest, Message
 
 T = TypeVar("T")
 
 MAX_PULLS = 8  # chosen: pulls of one role at once; one saturates the loopback, more hide the control messages' round trips
+GIVEN_UP = "given_up"  # code of an InstanceLost: the role was taken away, and its time to end is over
 LEASE_GRACE_S = 5.0  # chosen: a lease outlives its request's deadline by this, for messages under way
 
 
@@ -29,8 +30,12 @@ class StageRole(Protocol):
         """Take work from now on."""
         ...
 
-    def stop_intake(self) -> None:
-        """Refuse new requests; those at hand go on."""
+    def open_intake(self) -> None:
+        """Take new requests, again."""
+        ...
+
+    def close_intake(self) -> None:
+        """Refuse new requests; those at hand go on, elsewhere where that is possible."""
         ...
 
     def is_idle(self) -> bool:
@@ -44,7 +49,7 @@ class StageRole(Protocol):
     def load(self) -> StageLoad: ...
 
     async def stop(self) -> None:
-        """End the role's own tasks."""
+        """End the role's own tasks; requests at hand end in InstanceLost, so that they are tried elsewhere."""
         ...
 
 
@@ -62,6 +67,11 @@ class Intake:
             raise Overloaded(f"this {self._stage} instance takes no new requests", code="stage_unavailable")
         if num_waiting >= self._max_waiting:
             raise Overloaded(f"{num_waiting} requests wait at this {self._stage} instance already")
+
+
+def given_up() -> InstanceLost:
+    """What a request ends in whose role ends."""
+    return InstanceLost("an instance gave a request up", code=GIVEN_UP)
 
 
 def settle(future: asyncio.Future[T], outcome: T | Exception) -> None:

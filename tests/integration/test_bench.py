@@ -75,3 +75,10 @@ def test_cache(tiny_checkpoint: Path) -> None:
     for kind, what in itertools.product(("second", "follow_up", "kv_evicted"), ("encoded", "decoded", "transferred")):
         assert figures[f"{kind}_{what}.{tiny_checkpoint.name}"] == 0
     assert figures[f"second_ratio.{tiny_checkpoint.name}"] < 1
+
+
+@pytest.mark.long
+def test_migration(tiny_checkpoint: Path) -> None:
+    figures = quick("migration", "--model", str(tiny_checkpoint))["figures"]
+    assert figures["prefill_ms"] > 0
+    assert figures["switch_ms"] > 0

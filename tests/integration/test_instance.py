@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import msgspec
 import pytest
 import torch
 from blake3 import blake3
@@ -31,6 +32,7 @@ from triptych.shared.messages import (
     EncodeReply,
     EncodeRequest,
     Event,
+    HandOverRequest,
     Heartbeat,
     InstanceId,
     InstanceRequest,
@@ -50,6 +52,7 @@ from triptych.shared.registry import Registry
 from triptych.shared.sampling_params import SamplingParams
 from triptych.shared.service import ServiceContext
 from triptych.shared.settings import Settings
+from triptych.shared.token_bytes import pack_tokens
 from triptych.shared.transport.transport import InstanceTransport
 
 ROUTER = InstanceId("router-0-test")
@@ -120,8 +123,11 @@ class Router:
         assert isinstance(reply, kind), reply
         return reply
 
-    async def generate(self, stages: tuple[str, str, str], case: Case, prefix: PrefixSource | None = None) -> list[int]:
-        """encoder, prefill, decode; the output's tokens. prefix: images whose KV is there are not encoded."""
+    async def generate(
+        self, stages: tuple[str, str, str], case: Case, prefix: PrefixSource | None = None, via: tuple[str, ...] = ()
+    ) -> list[int]:
+        """encoder, prefill, decode; the output's tokens. prefix: images whose KV is there are not encoded. via: decode hands
+        the request over, these go on with it, one after the other."""
         encoder, prefill, decode = stages
         request_id = RequestId(f"r{next(self._count)}")
         placed = []
@@ -138,29 +144,33 @@ class Router:
         reply = await self.ask(prefill, request, PrefillReply)
         assert reply.kv is not None
         assert reply.num_cached_tokens >= num_covered
-        num_prompt_tokens = len(case.token_ids)
-        await self.ask(
-            decode,
-            DecodeRequest(request_id, ROUTER, reply.kv, reply.first_token, num_prompt_tokens, case.sampling, TIMEOUT_S),
-            Accepted,
-        )
-        await until(lambda: self._is_ended(request_id), f"{request_id} ends")
-        for name in set(stages):
+        output, kv, here = [reply.first_token], reply.kv, decode
+        for there in (*via, None):
+            request_d = DecodeRequest(
+                request_id, ROUTER, kv, pack_tokens(output), len(case.token_ids), case.sampling, TIMEOUT_S
+            )
+            chunks = self.streams[request_id] = []
+            await self.ask(here, request_d, Accepted)
+            if there is not None:
+                await until(lambda: len(self.streams[request_id]) > 1, f"{request_id} runs")
+                await self.ask(here, HandOverRequest(), Accepted)
+            await until(lambda: bool(self.streams[request_id]) and self.streams[request_id][-1].is_last, f"{request_id} ends")
+            assert chunks[-1].error is None, chunks[-1]
+            assert chunks[0].seq == len(output)
+            output += [token for chunk in chunks for token in chunk.token_ids]
+            if chunks[-1].kv is None:
+                break
+            kv, here = chunks[-1].kv, str(there)
+        for name in {*stages, *via}:
             await self.peer.context.bus.publish(InstanceId(name), ReleaseRequest(request_id))
-        chunks = self.streams[request_id]
-        assert chunks[-1].error is None, chunks[-1]
-        return [reply.first_token, *(token for chunk in chunks for token in chunk.token_ids)]
+        return output
 
     async def _prompt(self, token_ids: list[int], request_id: RequestId) -> PromptTokens:
-        data = b"".join(token.to_bytes(4, "little") for token in token_ids)
+        data = pack_tokens(token_ids)
         if len(token_ids) % 2:
             return PromptTokens(len(token_ids), inline=data)
         stored = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         return PromptTokens(len(token_ids), leased=await self.transport.put(stored, request_id, TIMEOUT_S))
-
-    def _is_ended(self, request_id: str) -> bool:
-        chunks = self.streams.get(request_id, [])
-        return bool(chunks) and (chunks[-1].finish_reason is not None or chunks[-1].error is not None)
 
 
 class Case:
@@ -288,7 +298,7 @@ async def test_an_engine_that_fails_every_call_ends_its_instance(router: Router,
         raise RuntimeError("device lost")
 
     monkeypatch.setattr(engine, "run", run)
-    prompt = PromptTokens(3, inline=b"".join(token.to_bytes(4, "little") for token in (1, 2, 3)))
+    prompt = PromptTokens(3, inline=pack_tokens((1, 2, 3)))
     for i in range(3):
         assert not lifecycle.drain_asked.is_set()
         request = PrefillRequest(RequestId(f"r{i}"), ROUTER, prompt, (), SamplingParams(4), TIMEOUT_S)
@@ -306,5 +316,17 @@ async def test_many_requests_in_little_memory(router: Router) -> None:
     alone = [await router.generate(("ep", "ep", "d"), case) for case in cases]
     for way in (("ep", "ep", "d"), ("all", "all", "all")):
         assert await asyncio.gather(*(router.generate(way, case) for case in cases)) == alone
-    decode: Any = router.instances["d"]._roles["decode"]
+    decode: Any = router.instances["d"]._roles.get("decode")
     assert decode.num_preemptions > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "drawn"])
+async def test_requests_that_are_handed_over_give_the_same_tokens(router: Router, temperature: float) -> None:
+    """With pictures; drawn ones with penalties, whose counts go on."""
+    shaping = {"presence_penalty": 0.5, "frequency_penalty": 0.3, "min_tokens": 30} if temperature else {}
+    cases = [Case(seed, router.checkpoint, temperature, max_tokens=150) for seed in range(4)]
+    for case in cases:
+        case.sampling = msgspec.structs.replace(case.sampling, **shaping)
+    alone = [await router.generate(("ep", "ep", "d"), case) for case in cases]
+    moved = [await router.generate(("ep", "ep", "d"), case, via=("all", "d", "all")) for case in cases]
+    assert moved == alone

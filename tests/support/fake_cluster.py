@@ -27,8 +27,10 @@ from triptych.shared.messages import (
     EncodeReply,
     EncodeRequest,
     Event,
+    HandOverRequest,
     Heartbeat,
     InstanceId,
+    KvRef,
     Message,
     PlacedImage,
     PrefillReply,
@@ -37,6 +39,8 @@ from triptych.shared.messages import (
     ReleaseRequest,
     RequestId,
     Role,
+    SwitchReply,
+    SwitchRequest,
     TensorRef,
     TokenBatch,
     TokenChunk,
@@ -46,6 +50,7 @@ from triptych.shared.registry import Registry
 from triptych.shared.sampling_params import SamplingParams
 from triptych.shared.service import ServiceContext
 from triptych.shared.settings import Settings
+from triptych.shared.token_bytes import pack_tokens
 from triptych.shared.transport.transport import InstanceTransport
 from triptych.shared.wire import decode_event, decode_request, encode
 
@@ -104,7 +109,7 @@ class FakeHost(InstanceService):
 
     @property
     def role(self) -> Any:
-        [role] = self._roles.values()
+        [role] = self._roles.all()
         return role
 
     @property
@@ -114,10 +119,11 @@ class FakeHost(InstanceService):
 
 @dataclass
 class Stream:
-    """What a router received of one request."""
+    """What a router received of one request. kv: it was handed over, and goes on nowhere yet."""
 
     token_ids: list[int] = field(default_factory=list)
     last: TokenChunk | None = None
+    kv: KvRef | None = None
     num_signs: int = 0
 
     @property
@@ -138,8 +144,13 @@ class FakeCluster:
         """One more instance; its id is its name."""
         host = FakeHost(self.settings, tuple(roles), engine or FakeEngine())
         instance_id = InstanceId(name)
-        bus = cast(Bus, self.bus)
-        await host.start(ServiceContext(self.settings, instance_id, name, bus, self.registry, "", "127.0.0.1"))
+        context = ServiceContext(self.settings, instance_id, name, cast(Bus, self.bus), self.registry, "", "127.0.0.1")
+
+        async def announce() -> None:
+            self.beat(instance_id)
+
+        context.announce = announce
+        await host.start(context)
         self.hosts[instance_id] = host
         self.bus.hosts[instance_id] = host.handle
         self.beat(instance_id)
@@ -205,11 +216,39 @@ class FakeCluster:
         self, name: str, request: PrefillRequest, reply: PrefillReply, timeout_s: float = WAIT_S, whole: bool = False
     ) -> None:
         assert reply.kv is not None
+        await self._decode(name, request, reply.kv, [reply.first_token], timeout_s, whole)
+
+    async def go_on(self, name: str, request: PrefillRequest, reply: PrefillReply) -> None:
+        """At another instance, after it was handed over."""
+        stream = self.stream(request.request_id)
+        assert stream.kv is not None
+        await self._decode(name, request, stream.kv, [reply.first_token, *stream.token_ids])
+
+    async def _decode(
+        self,
+        name: str,
+        request: PrefillRequest,
+        kv: KvRef,
+        output: list[int],
+        timeout_s: float = WAIT_S,
+        whole: bool = False,
+    ) -> None:
         decode = DecodeRequest(
-            request.request_id, request.router_id, reply.kv, reply.first_token, request.prompt.num_tokens,
-            request.sampling, timeout_s, whole=whole,
+            request.request_id, request.router_id, kv, pack_tokens(output), request.prompt.num_tokens, request.sampling,
+            timeout_s, whole=whole,
         )  # fmt: skip
         assert isinstance(await self.bus.request(InstanceId(name), decode, WAIT_S), Accepted)
+
+    async def switch(self, name: str, *roles: Role, timeout_s: float = WAIT_S) -> None:
+        """Give an instance these roles."""
+        reply = await self.bus.request(InstanceId(name), SwitchRequest(roles, timeout_s=timeout_s), WAIT_S)
+        assert isinstance(reply, SwitchReply)
+
+    async def hand_over(self, name: str, num_tokens: int | None = None) -> None:
+        assert isinstance(await self.bus.request(InstanceId(name), HandOverRequest(num_tokens), WAIT_S), Accepted)
+
+    async def handed_over(self, request_id: str) -> None:
+        await until(lambda: self.stream(request_id).kv is not None, f"{request_id} is handed over")
 
     async def release(self, request_id: str) -> None:
         for name in self.hosts:
@@ -226,9 +265,9 @@ class FakeCluster:
                 assert stream.last is None, f"{chunk} after the last chunk"
                 assert chunk.seq == len(stream.token_ids) + 1, f"{chunk} after {len(stream.token_ids)} tokens"
                 stream.token_ids += chunk.token_ids
-                is_last = chunk.finish_reason is not None or chunk.error is not None
-                stream.last = chunk if is_last else None
-                stream.num_signs += not chunk.token_ids and not is_last
+                stream.kv = chunk.kv
+                stream.last = chunk if chunk.is_last and chunk.kv is None else None
+                stream.num_signs += not chunk.token_ids and not chunk.is_last
         return stream
 
     async def finished(self, request_id: str) -> Stream:
@@ -252,7 +291,7 @@ def image_info(num_tokens: int, size: int = 4, picture: str = "") -> ImageInfo:
 
 
 def prompt_of(token_ids: Sequence[int]) -> PromptTokens:
-    return PromptTokens(len(token_ids), b"".join(token.to_bytes(4, "little") for token in token_ids))
+    return PromptTokens(len(token_ids), pack_tokens(token_ids))
 
 
 def text_request(

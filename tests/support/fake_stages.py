@@ -63,6 +63,7 @@ from triptych.shared.registry import Registry
 from triptych.shared.sampling_params import SamplingParams, TokenLogprobs
 from triptych.shared.service import ServiceContext
 from triptych.shared.settings import Settings
+from triptych.shared.token_bytes import BYTES_PER_TOKEN
 from triptych.shared.wire import (
     REQUEST_HEADER,
     decode_event,
@@ -260,11 +261,14 @@ class FakeStage:
                 return self.encode(request)
             case PrefillRequest():
                 num_cached = await self.compute(request)
-                first = self.world.answer_ids[0]
+                left = self.world.answer_ids[request.num_output_tokens :]
+                if not left:
+                    return PrefillReply(0, self.time("prefill"), "stop", num_cached_tokens=num_cached)
+                first = left[0]
                 [logprobs] = logprobs_of(request.sampling, first) or (None,)
                 return msgspec.structs.replace(self.prefilled(first), logprobs=logprobs, num_cached_tokens=num_cached)
             case DecodeRequest():
-                self.spawn(self.stream(request, self.world.answer_ids[1:]))
+                self.spawn(self.stream(request, self.world.answer_ids[len(request.output) // BYTES_PER_TOKEN :]))
                 return Accepted()
             case _:
                 raise AssertionError(f"unexpected {request}")
@@ -334,15 +338,23 @@ class FakeStage:
         await self.world.bus.publish_event(stream_subject(request.router_id), TokenBatch(self.instance_id, (chunk,)))
 
     async def stream(self, request: DecodeRequest, token_ids: Sequence[int], end: bool = True) -> None:
-        """Tokens one by one, then the end."""
-        limit = request.sampling.max_tokens - 1
-        for seq, token_id in enumerate(token_ids[:limit], start=1):
+        """Tokens one by one, after those that the request has, then the end."""
+        first = len(request.output) // BYTES_PER_TOKEN
+        limit = request.sampling.max_tokens - first
+        for seq, token_id in enumerate(token_ids[:limit], start=first):
             await self.send(request, seq, [token_id], logprobs=logprobs_of(request.sampling, token_id))
             await asyncio.sleep(0)
         if end:
             reason: Any = "length" if len(token_ids) > limit else "stop"
             count = min(len(token_ids), limit)
-            await self.send(request, count + 1, finish_reason=reason, time=self.time("decode"))
+            await self.send(request, first + count, finish_reason=reason, time=self.time("decode"))
+
+    async def hand_over(self, request: DecodeRequest, token_ids: Sequence[int]) -> None:
+        """These tokens, then another instance goes on."""
+        await self.stream(request, token_ids, end=False)
+        num_tokens = len(request.output) // BYTES_PER_TOKEN + len(token_ids)
+        kv = KvRef(self.ref("kv"), request.num_prompt_tokens + num_tokens - 1, 16, 0, "layout")
+        await self.send(request, num_tokens, kv=kv, time=self.time("decode"))
 
 
 def logprobs_of(sampling: SamplingParams, token_id: int) -> tuple[TokenLogprobs, ...]:

@@ -106,7 +106,7 @@ async def test_no_request_ends_for_a_lack_of_host_memory(is_colocated: bool, mon
     if not is_colocated:
         await cluster.start("p", ["prefill"], FakeEngine(200))
     decode = await cluster.start("d", ["prefill", "decode"] if is_colocated else ["decode"], FakeEngine(40))
-    batch = decode._roles["decode"]._batch  # type: ignore[attr-defined]
+    batch = decode._roles.get("decode")._batch  # type: ignore[attr-defined]
     held_bytes: list[int] = []
     preempt = batch._preempt
 
@@ -417,10 +417,10 @@ async def test_a_role_that_stops_leaves_nothing_at_the_instance() -> None:
     request = text_request("r", [1, 2, 3], 10_000)
     await cluster.decode("d", request, await cluster.prefill("p", request))
     await until(lambda: decode._context.kv.num_claimed > 0, "it claims blocks")
-    await decode.role.stop()
+    await decode._roles.switch((), 0.0)
+    await until(lambda: not decode._context.kv._on_freed, "the role has ended")
+    assert (await cluster.finished("r")).error_code == "given_up"
     assert decode._context.kv.num_claimed == 0
-    assert not decode._context.kv._on_freed
     await until(lambda: decode.pool.num_free + decode.pool.num_cached == decode.pool.num_blocks, "its blocks are free")
-    decode._roles.clear()
     await cluster.release("r")
     await cluster.stop()

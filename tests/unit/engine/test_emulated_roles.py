@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from support.fake_cluster import ROUTER, FakeCluster, FakeHost, prompt_of, text_request
+from support.fake_cluster import ROUTER, FakeCluster, FakeHost, error_of, prompt_of, text_request, until
 from triptych.services.host_context import HostContext
 from triptych.services.instance import InstanceService
 from triptych.shared.bus import Bus
@@ -51,6 +51,41 @@ class EmulatedCluster(FakeCluster):
         """From now on, when the starts are over."""
         for host in self.hosts.values():
             cast(Any, host)._thread._time_scale = time_scale
+
+
+async def test_a_request_that_is_handed_over_says_the_same() -> None:
+    cluster = EmulatedCluster()
+    for name, role in cast(list[tuple[str, Role]], [("p", "prefill"), ("d0", "decode"), ("d1", "decode")]):
+        await cluster.start(name, [role])
+    sampling = SamplingParams(120, temperature=1.0, seed=5)
+    requests = [
+        PrefillRequest(RequestId(id_), ROUTER, prompt_of(range(40)), (), sampling, 20.0) for id_ in ("undisturbed", "r")
+    ]
+    undisturbed = await cluster.generate("p", "d0", requests[0])
+    reply = await cluster.prefill("p", requests[1])
+    await cluster.decode("d0", requests[1], reply)
+    await until(lambda: len(cluster.stream("r").token_ids) > 3, "it runs")
+    await cluster.hand_over("d0")
+    await cluster.handed_over("r")
+    num_before = len(cluster.stream("r").token_ids)
+    await cluster.go_on("d1", requests[1], reply)
+    output = [reply.first_token, *(await cluster.finished("r")).token_ids]
+    assert output == undisturbed
+    assert len(output) > num_before + 1
+    again = prompt_of([*range(40), *output[:50]])
+    replayed = PrefillRequest(RequestId("again"), ROUTER, again, (), sampling, 20.0, num_output_tokens=50)
+    assert (await cluster.prefill("p", replayed)).first_token == output[50]
+    await cluster.release("again")
+    await cluster.stop()
+
+
+async def test_instances_that_stand_for_other_gpus_keep_their_roles() -> None:
+    cluster = EmulatedCluster(emulate_encoder_tp=2)
+    await cluster.start("e", ["encoder"])
+    assert (await error_of(cluster.switch("e", "decode"))).code == "other_gpus"
+    await cluster.start("d", ["decode"])
+    await cluster.switch("d", "prefill", "encoder")
+    await cluster.stop()
 
 
 async def test_pictures_and_text_through_three_instances() -> None:

@@ -40,6 +40,28 @@ async def test_the_first_token_and_the_lease() -> None:
     await cluster.stop()
 
 
+@pytest.mark.parametrize("num_output", [1, 6])
+async def test_output_that_was_made_elsewhere_is_a_part_of_the_prompt(num_output: int) -> None:
+    """It counts for what is left to generate, and its KV goes on as that of a whole request."""
+    cluster, _ = await start()
+    prompt = [1, 2, 3, 4, 5]
+    whole = expected_tokens(prompt, 0, 9)
+    request = with_fields(text_request("r", [*prompt, *whole[:num_output]], 9), num_output_tokens=num_output)
+    reply = await cluster.prefill("p", request)
+    assert reply.first_token == whole[num_output]
+    assert reply.kv is not None
+    assert reply.kv.num_computed_tokens == 5 + num_output
+    last = with_fields(text_request("last", [*prompt, *whole[:8]], 9), num_output_tokens=8)
+    reply = await cluster.prefill("p", last)
+    assert (reply.first_token, reply.finish_reason, reply.kv) == (whole[8], "length", None)
+    for wrong in (9, 14):
+        refused = with_fields(text_request("wrong", [*prompt, *whole], 9), num_output_tokens=wrong)
+        assert (await error_of(cluster.prefill("p", refused))).code == "invalid_message"
+    for request_id in ("r", "last"):
+        await cluster.release(request_id)
+    await cluster.stop()
+
+
 async def test_prompts_are_cut_in_chunks_that_several_share() -> None:
     cluster, host = await start(max_prefill_tokens=8, policy="static")
     prompts = {"a": list(range(13)), "b": [1, 2], "c": list(range(20))}

@@ -25,7 +25,7 @@ def chunk(seq: int, *token_ids: int, **fields: object) -> TokenChunk:
 async def test_tokens_in_order_until_the_end() -> None:
     streams = TokenStreams()
     with streams.open(REQUEST, max_tokens=10, remaining_s=60) as stream:
-        streams.expect(REQUEST, DECODE)
+        streams.expect(REQUEST, DECODE, 1)
         streams.on_event(batch(chunk(1, 5), TokenChunk(RequestId("another"), 1, (9,))))
         assert await stream.next() == Tokens((5,))
         streams.on_event(batch(chunk(2)))  # a sign of life
@@ -40,9 +40,9 @@ async def test_tokens_in_order_until_the_end() -> None:
 async def test_only_the_asked_instance_counts() -> None:
     streams = TokenStreams()
     with streams.open(REQUEST, max_tokens=10, remaining_s=60) as stream:
-        streams.expect(REQUEST, OTHER)
+        streams.expect(REQUEST, OTHER, 1)
         streams.on_event(batch(chunk(1, 1), sender=OTHER))
-        streams.expect(REQUEST, DECODE)  # the other one refused after all
+        streams.expect(REQUEST, DECODE, 1)  # the other one refused after all
         streams.on_event(batch(chunk(2, 2), sender=OTHER))
         streams.on_event(batch(chunk(1, 3)))
         streams.on_lost(OTHER)
@@ -53,7 +53,7 @@ async def test_only_the_asked_instance_counts() -> None:
 async def test_a_gap_or_a_repetition_is_an_error_after_what_was_in_order(seq: int) -> None:
     streams = TokenStreams()
     with streams.open(REQUEST, max_tokens=10, remaining_s=60) as stream:
-        streams.expect(REQUEST, DECODE)
+        streams.expect(REQUEST, DECODE, 1)
         streams.on_event(batch(chunk(1, 5)))
         streams.on_event(batch(chunk(seq, 6)))
         assert await stream.next() == Tokens((5,))
@@ -64,7 +64,7 @@ async def test_a_gap_or_a_repetition_is_an_error_after_what_was_in_order(seq: in
 async def test_more_tokens_than_asked_for() -> None:
     streams = TokenStreams()
     with streams.open(REQUEST, max_tokens=3, remaining_s=60) as stream:
-        streams.expect(REQUEST, DECODE)
+        streams.expect(REQUEST, DECODE, 1)
         streams.on_event(batch(chunk(1, 5, 6, 7)))
         with pytest.raises(InternalError):
             await stream.next()
@@ -73,7 +73,7 @@ async def test_more_tokens_than_asked_for() -> None:
 async def test_errors_of_the_instance_are_raised_as_they_are() -> None:
     streams = TokenStreams()
     with streams.open(REQUEST, max_tokens=9, remaining_s=60) as stream:
-        streams.expect(REQUEST, DECODE)
+        streams.expect(REQUEST, DECODE, 1)
         streams.on_event(batch(chunk(1, error=BadRequest("no", code="odd").to_wire())))
         with pytest.raises(BadRequest, match="no"):
             await stream.next()
@@ -82,7 +82,7 @@ async def test_errors_of_the_instance_are_raised_as_they_are() -> None:
 async def test_an_abort_by_the_instance_is_a_loss() -> None:
     streams = TokenStreams()
     with streams.open(REQUEST, max_tokens=9, remaining_s=60) as stream:
-        streams.expect(REQUEST, DECODE)
+        streams.expect(REQUEST, DECODE, 1)
         streams.on_event(batch(chunk(1, finish_reason="abort")))
         with pytest.raises(InstanceLost):
             await stream.next()
@@ -91,7 +91,7 @@ async def test_an_abort_by_the_instance_is_a_loss() -> None:
 async def test_a_lost_instance_wakes_who_waits() -> None:
     streams = TokenStreams()
     with streams.open(REQUEST, max_tokens=9, remaining_s=60) as stream:
-        streams.expect(REQUEST, DECODE)
+        streams.expect(REQUEST, DECODE, 1)
         waiting = asyncio.create_task(stream.next())
         await asyncio.sleep(0)
         streams.on_lost(DECODE)
@@ -102,12 +102,12 @@ async def test_a_lost_instance_wakes_who_waits() -> None:
 async def test_silence_and_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = TokenStreams()
     with streams.open(REQUEST, max_tokens=9, remaining_s=0.02) as stream:
-        streams.expect(REQUEST, DECODE)
+        streams.expect(REQUEST, DECODE, 1)
         with pytest.raises(DeadlineExceeded):
             await stream.next()
     monkeypatch.setattr(token_streams, "SILENCE_S", 0.02)
     with streams.open(REQUEST, max_tokens=9, remaining_s=60) as stream:
-        streams.expect(REQUEST, DECODE)
+        streams.expect(REQUEST, DECODE, 1)
         streams.on_event(batch(chunk(1, 4)))
         assert await stream.next() == Tokens((4,))
         with pytest.raises(InstanceLost, match="silent"):
@@ -120,7 +120,7 @@ async def test_signs_of_life_are_no_silence(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now_s)
     streams = TokenStreams()
     with streams.open(REQUEST, max_tokens=9, remaining_s=60) as stream:
-        streams.expect(REQUEST, DECODE)
+        streams.expect(REQUEST, DECODE, 1)
         waiting = asyncio.create_task(stream.next())
         for _ in range(5):
             await asyncio.sleep(0)
@@ -136,7 +136,7 @@ async def test_signs_of_life_are_no_silence(monkeypatch: pytest.MonkeyPatch) -> 
 async def test_a_whole_output_comes_in_one() -> None:
     streams = TokenStreams()
     with streams.open(REQUEST, max_tokens=9, remaining_s=60, whole=True) as stream:
-        streams.expect(REQUEST, DECODE)
+        streams.expect(REQUEST, DECODE, 1)
         waiting = asyncio.create_task(stream.next())
         for seq in (1, 2, 3):
             streams.on_event(batch(chunk(seq, 10 + seq)))
