@@ -69,7 +69,8 @@ class EmulatedEngine:
             sequence.position_delta = -sum(span.image.num_tokens for span in sequence.images)
 
     def run(self, chunks: Seq[Chunk]) -> list[int | None]:
-        prompts, running = [], []
+        prompts: list[Chunk] = []
+        running: list[Chunk] = []
         for chunk in chunks:  # output that was made elsewhere is computed again as a prompt is
             is_prompt = chunk.sequence.num_computed_tokens < chunk.sequence.num_prompt_tokens or chunk.num_tokens > 1
             (prompts if is_prompt else running).append(chunk)
