@@ -88,8 +88,9 @@ class PreprocessReply(Message, frozen=True):
 
 
 class EncodeRequest(Message, frozen=True):
-    """Lease the image's embeddings, encoded from `pixels` unless they are held already. pixels None: only if they are held,
-    else InstanceLost with code cache_miss. slack_s: until the request's first token is due; None: there is no such target."""
+    """Lease the embeddings of an image, or of a part of one (whose pixels others pull, too), encoded from `pixels` unless they
+    are held already. pixels None: only if they are held, else InstanceLost with code cache_miss. slack_s: until the request's
+    first token is due; None: there is no such target."""
 
     request_id: RequestId
     router_id: InstanceId
