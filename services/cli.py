@@ -14,7 +14,7 @@ import os
 import platform
 import secrets
 import sys
-from collections.abc import Mapping
+from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -27,6 +27,7 @@ from triptych.shared.environment import process_environment
 from triptych.shared.errors import BadRequest
 from triptych.shared.machine import num_cuda_devices
 from triptych.shared.messages import InstanceId, Role
+from triptych.shared.policies.groups import ANY, GROUPS
 from triptych.shared.policies.placement import ROLES_OF
 from triptych.shared.settings import PREFIX, Settings
 
@@ -95,6 +96,7 @@ def up(
     # they pull in HTTP client, NATS, uvloop: not for --help
     from triptych.services.launcher.plan import COLOCATED, ONE_OF_EACH, Counts
     from triptych.services.launcher.up import UpOptions, run_up
+    from triptych.services.scaler.elastic_settings import check_elastic
     from triptych.shared.emulation import emulated_settings, open_model, startup_s
     from triptych.shared.http_host import listening_socket, resolve_host
     from triptych.shared.policies.policy_set import policy_set
@@ -110,21 +112,24 @@ def up(
     open_model(settings)  # a wrong model fails here, once; a hub id is downloaded once
     policies = policy_set(settings.policy)  # so does a wrong policy
     ready_timeout_s += startup_s(settings)
-    engines: Mapping[str, int] = {"encoder": encoder, "prefill": prefill, "decode": decode}
-    if (colocated and instances) or ((colocated or instances) and engines != ONE_OF_EACH):
+    counts = Counts(router, preprocess, {"encoder": encoder, "prefill": prefill, "decode": decode})
+    if (colocated and instances) or ((colocated or instances) and counts.engines != ONE_OF_EACH):
         reason = "--colocated is one of all roles" if colocated else "--instances says how many there are"
         raise BadRequest(f"{reason}: leave out the counts of others", code="bad_setting")
-    if colocated or instances:
-        engines = COLOCATED if colocated else policies.placement.counts(instances)
+    if colocated:
+        counts = Counts(router, preprocess, COLOCATED)
+    elif instances:
+        counts = Counts.placed(policies.placement, instances, router, preprocess)
+        if "elastic" not in settings.model_fields_set:  # who counts stages wants those, this one leaves them to the policy
+            settings = settings.model_copy(update={"elastic": "on"})
+    check_elastic(settings, counts.num_engine_instances)
 
     def tell(line: str) -> None:
         with contextlib.suppress(OSError):  # who read along, a terminal too, may be gone
             sys.stderr.write(line + "\n")
             sys.stderr.flush()
 
-    raise typer.Exit(
-        run_up(settings, UpOptions(Counts(router, preprocess, engines), ready_timeout_s, starter_pid, tell, log_dir))
-    )
+    raise typer.Exit(run_up(settings, UpOptions(counts, ready_timeout_s, starter_pid, tell, log_dir)))
 
 
 @app.command(context_settings=EXTRA_ARGUMENTS)
@@ -153,19 +158,27 @@ def serve(
 
 @app.command(context_settings=EXTRA_ARGUMENTS)
 @with_settings(shown=CLIENT_SETTINGS)
-def status(settings: Settings, as_json: JsonFlag = False) -> None:
-    """Show the processes of a running cluster: roles, queues, memory, threads."""
+def status(
+    settings: Settings,
+    as_json: JsonFlag = False,
+    decisions: Annotated[bool, typer.Option("--decisions", help="why the cluster is as it is: the last decisions")] = False,
+) -> None:
+    """Show the processes of a running cluster: roles, queues, memory, threads; or the decisions about roles and instances."""
     import msgspec  # with rich's tables and the NATS client: not for --help
 
-    from triptych.services.cluster_view import fetch_status, print_status
+    from triptych.services.cluster_view import fetch_decisions, fetch_status, print_status
+    from triptych.services.decision_view import print_decisions
     from triptych.shared.console import table_console
+    from triptych.shared.decision_entry import DecisionList
 
     _log_to_terminal(settings)
-    reply = asyncio.run(fetch_status(settings))
+    told = asyncio.run(fetch_decisions(settings)) if decisions else asyncio.run(fetch_status(settings))
     if as_json:
-        sys.stdout.write(msgspec.json.encode(reply).decode() + "\n")
+        sys.stdout.write(msgspec.json.encode(told).decode() + "\n")
+    elif isinstance(told, DecisionList):
+        print_decisions(told, table_console())
     else:
-        print_status(reply, table_console())
+        print_status(told, table_console())
 
 
 @app.command(context_settings=EXTRA_ARGUMENTS)
@@ -262,7 +275,7 @@ def _parse_stages(text: str) -> tuple[str, ...]:
 
 
 def _parse_counts(text: str, settings: Settings) -> dict[str, int]:
-    """How many emulated instances of each stage, or kind, share this process."""
+    """How many emulated instances of each stage, or kind, share this process: by KIND, or KIND.GROUP."""
     if not settings.emulate:
         raise BadRequest(f"only emulated instances share a process: {flag_of('emulate')} GPU", code="bad_setting")
     from triptych.services.launcher.plan import MAX_EMULATED  # pulls in asyncio, uvloop: not for --help
@@ -271,7 +284,8 @@ def _parse_counts(text: str, settings: Settings) -> dict[str, int]:
     allowed = {str(count) for count in range(MAX_EMULATED + 1)}
     for part in text.split(","):
         stage, _, count = (word.strip() for word in part.partition("="))
-        if stage not in EMULATED_STAGES or stage in counts or count not in allowed:
+        kind, _, group = stage.partition(".")
+        if kind not in EMULATED_STAGES or group not in (ANY, *GROUPS) or stage in counts or count not in allowed:
             raise BadRequest(
                 f"{part!r} is not STAGE=COUNT, each of {', '.join(EMULATED_STAGES)} once and at most {MAX_EMULATED}",
                 code="unknown_stage",
@@ -300,13 +314,24 @@ def _run_stage(settings: Settings, stages: tuple[str, ...], name: str, instance_
 def _run_emulated(settings: Settings, counts: dict[str, int], process_id: InstanceId) -> int:
     from triptych.shared.fleet import names_of, run_fleet  # as above
 
-    stages = {name: name.rpartition("-")[0] for name in names_of(counts)}
-    members = {name: functools.partial(_make_service, ROLES_OF.get(stage, (stage,))) for name, stage in stages.items()}
+    kinds: Counter[str] = Counter()
+    groups: dict[str, list[str]] = {}
+    for stage, count in counts.items():
+        kind, _, group = stage.partition(".")
+        kinds[kind] += count
+        groups.setdefault(kind, []).extend([group] * count)
+    each = [(kind, group) for kind in kinds for group in groups[kind]]
+    members = {
+        name: functools.partial(_make_service, ROLES_OF.get(kind, (kind,)), group=group)
+        for name, (kind, group) in zip(names_of(kinds), each, strict=True)
+    }
     return run_fleet(process_id, settings, members)
 
 
-def _make_service(stages: tuple[str, ...], settings: Settings) -> ServiceApp:
+def _make_service(stages: tuple[str, ...], settings: Settings, group: str = "") -> ServiceApp:
     """Stages are imported here, by name: a router never loads torch, and threads are limited before an engine does."""
+    if group:
+        settings = settings.model_copy(update={"group": group})
     service: ServiceApp
     if stages[0] in ROLES:
         instance = importlib.import_module("triptych.services.instance")

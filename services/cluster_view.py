@@ -10,11 +10,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+import httpx
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
 from triptych.services.launcher.run_file import RunFile, list_running
 from triptych.shared.bus import Bus
+from triptych.shared.decision_entry import DecisionList
 from triptych.shared.errors import BadRequest, InstanceLost, Overloaded
 from triptych.shared.messages import (
     HEARTBEAT_SUBJECT,
@@ -86,6 +89,25 @@ async def fetch_status(settings: Settings) -> StatusReply:
         if not registry.all():
             raise Overloaded("the NATS server answers, but no process of a cluster does", code="no_cluster")
         return StatusReply(tuple(registry.all()), 0)
+
+
+async def fetch_decisions(settings: Settings) -> DecisionList:
+    """The scaler's decision log.
+
+    Raises:
+        BadRequest: no cluster is known.
+        Overloaded: there is no scaler, or it does not answer.
+    """
+    async with _joined(settings) as (_, registry):
+        scalers = await registry.wait_ready(LISTEN_FACTOR * settings.heartbeat_interval_s, service="scaler")
+        if not scalers:
+            raise Overloaded("no scaler sends heartbeats", code="no_cluster")
+        async with httpx.AsyncClient(timeout=ASK_TIMEOUT_S, trust_env=False) as client:
+            try:
+                answer = (await client.get(f"{scalers[0].http_url}/v1/decisions")).raise_for_status()
+            except httpx.HTTPError as error:
+                raise Overloaded(f"the scaler does not answer: {error}", code="no_cluster") from error
+        return msgspec.json.decode(answer.content, type=DecisionList)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +197,7 @@ def _row(beat: Heartbeat) -> tuple[str, ...]:
     has_kv, has_store = held.num_blocks > 0, held.tensor_store_capacity_bytes > 0
     return (
         beat.instance_id,
-        ", ".join(beat.roles) or beat.service,
+        (", ".join(beat.roles) or beat.service) + (f" ({beat.group})" if beat.group else ""),
         beat.state,
         str(sum(load.num_waiting for load in beat.loads)),
         str(sum(load.num_running for load in beat.loads)),

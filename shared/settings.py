@@ -85,6 +85,13 @@ class Settings(BaseSettings):
     # policy
     policy: str = Field("triptych", description="policy set: how stages are placed, chosen, ordered and cached")
     group: str = Field("", description="whose requests an instance is for at first: text, multimodal; empty: anybody's")
+    elastic: Literal["off", "advise", "on"] = Field(
+        "off", description="whether the scaler does what the policy decides about roles and instances; advise: it only tells"
+    )
+    elastic_period_s: float = Field(0.0, ge=0, description="time between two decisions; 0: what the policy wants")
+    min_instances: int = Field(0, ge=0, description="engine instances that are kept; 0: as many as at the start")
+    max_instances: int = Field(0, ge=0, description="engine instances that there may be; 0: as many as at the start")
+    profile: str = Field("", description="what `triptych profile` wrote for this model; empty: the scaler goes by measurements")
     slo_ttft_text_s: float = Field(0.0, ge=0, description="first token of a text request is due; later is refused; 0: never")
     slo_ttft_picture_s: float = Field(0.0, ge=0, description="the same of a request with pictures")
     slo_tbt_s: float = Field(0.0, ge=0, description="target of the mean time between a request's tokens; 0: none")

@@ -24,7 +24,7 @@ from triptych.services.launcher.child import ChildSpec
 from triptych.services.launcher.child_log import ChildLog
 from triptych.services.launcher.embedded import EmbeddedNats, EmbeddedServer, EmbeddedValkey
 from triptych.services.launcher.local import LocalLauncher, Slot
-from triptych.services.launcher.plan import Counts, PlannedSlot, plan_slots, serve_spec, template_env
+from triptych.services.launcher.plan import Counts, PlannedSlot, instance_slot, plan_slots, serve_spec, template_env
 from triptych.services.launcher.presence import Presence
 from triptych.services.launcher.run_file import RunAnnouncement, announce_run
 from triptych.services.launcher.template import IS_SUPPORTED, Template
@@ -132,7 +132,9 @@ class Up:
         self._slots = plan_slots(options.counts, bool(settings.emulate))
         has_template = IS_SUPPORTED and not settings.emulate  # which would load torch
         self._template = Template(template_env(settings, folder / "tmp")) if has_template else None
-        self._launcher = LocalLauncher(self._on_exit, self._template)
+        self._launcher = LocalLauncher(
+            self._on_exit, self._template, lambda name, _, group: self._slot(instance_slot(name, group))
+        )
         self._presence: Presence | None = None
         self._router_port = settings.port
         self._asked_to_stop = asyncio.Event()
@@ -213,7 +215,7 @@ class Up:
             "redis_url": self._settings.redis_url or await self._start_server(EmbeddedValkey),
         }
         if "engine_instances" not in self._settings.model_fields_set:
-            update["engine_instances"] = self._options.counts.num_engine_instances
+            update["engine_instances"] = max(self._options.counts.num_engine_instances, self._settings.max_instances)
         self._settings = self._settings.model_copy(update=update)
         self._presence = await Presence.join(self._settings, self._launcher.handle, self._on_ready)
         await self._launcher.use_bus(self._presence.bus)
@@ -306,7 +308,8 @@ class Up:
         bound_s = self._settings.drain_timeout_s + KILL_AFTER_S
         await self._launcher.stop([Template.name], KILL_AFTER_S)  # first: nobody shall wait for a fork any more
         await self._launcher.stop([slot.name for slot in self._slots if slot.stage == "router"], bound_s)
-        await self._launcher.stop([slot.name for slot in self._slots if slot.stage != "router"], bound_s)
+        servers = (EmbeddedValkey.name, EmbeddedNats.name)
+        await self._launcher.stop([name for name in self._launcher.names() if name not in servers], bound_s)
         if self._presence is not None:
             await self._presence.leave()
-        await self._launcher.stop([EmbeddedValkey.name, EmbeddedNats.name], KILL_AFTER_S)
+        await self._launcher.stop([*servers], KILL_AFTER_S)

@@ -1,103 +1,74 @@
-"""The scaler: watches heartbeats, has local processes that ended started again, answers what the cluster looks like.
-
-It decides by shared/policies/restart.py and asks the launcher, which is found by its heartbeat; without one (containers)
-restarting is the container runtime's job.
+"""The scaler: watches heartbeats, decides about roles and instances (controller.py), has local processes that ended started
+again (restarts.py), and answers what the cluster looks like and why it does.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections import deque
+from typing import Annotated
 
+import msgspec
 import structlog
-from fastapi import FastAPI
-from prometheus_client import Counter
+from fastapi import FastAPI, Query, Response
 
-from triptych.shared.errors import InternalError, TriptychError
-from triptych.shared.messages import (
-    LOST_SUBJECT,
-    Event,
-    InstanceId,
-    InstanceRequest,
-    LaunchRequest,
-    Lost,
-    Message,
-    Service,
-    StatusReply,
-    StatusRequest,
-)
-from triptych.shared.policies.restart import decide_restart
+from triptych.services.scaler.controller import Controller
+from triptych.services.scaler.decision_log import CAPACITY
+from triptych.services.scaler.elastic_settings import check_elastic, known_costs
+from triptych.services.scaler.restarts import Restarts
+from triptych.shared.errors import InternalError
+from triptych.shared.messages import LOST_SUBJECT, InstanceId, InstanceRequest, Message, Service, StatusReply, StatusRequest
+from triptych.shared.policies.elastic.strategy import Elasticity, Fixed
+from triptych.shared.policies.policy_set import policy_set
 from triptych.shared.service import Report, ServiceApp, ServiceContext
 from triptych.shared.settings import Settings
 
-LAUNCH_TIMEOUT_S = 5.0  # chosen: a launcher answers before the process is up
-NUM_CRASHES_KEPT = 32  # chosen: per slot; more than the policy looks at
-NUM_REMEMBERED = 1024  # chosen: ended instances whose restart was asked for, and slots (a container's has a new name)
+NUM_TOLD = 50  # chosen: decisions, unless asked for more
 
 _log = structlog.get_logger(__name__)
 
 
 class Scaler:
-    """One per cluster. Lost is told again every second until the slot runs, so a failed or missed request is made good."""
+    """One per cluster. strategy: None for what the settings say."""
 
     service: Service = "scaler"
 
-    def __init__(self) -> None:
+    def __init__(self, settings: Settings, strategy: Elasticity | None = None) -> None:
         self.app = FastAPI(title="Triptych scaler", openapi_url=None)
-        self._crashes_s: dict[str, deque[float]] = {}
-        self._seen: deque[InstanceId] = deque(maxlen=NUM_REMEMBERED)
-        self._handled: deque[InstanceId] = deque(maxlen=NUM_REMEMBERED)
-        self._restarting: dict[str, asyncio.Task[None]] = {}
-        self._num_restarts = 0
-        self._context: ServiceContext | None = None
+        self.app.get("/v1/decisions")(self._tell_decisions)
+        self._settings = settings
+        self._strategy = strategy
+        self._context: ServiceContext
+        self._restarts: Restarts
+        self._controller: Controller
+        self._controlling: asyncio.Task[None] | None = None
 
     async def start(self, context: ServiceContext) -> None:
+        """Raises BadRequest: the settings for elasticity contradict each other."""
+        settings = self._settings
+        check_elastic(settings)
+        strategy = self._strategy or policy_set(settings.policy).elasticity
         self._context = context
-        self._restarts = Counter("triptych_restarts", "processes started again", ["slot"], registry=context.metrics)
-        await context.bus.listen(LOST_SUBJECT, self._on_event)
+        self._restarts = Restarts(context)
+        await context.bus.listen(LOST_SUBJECT, self._restarts.on_event)
+        self._controller = Controller(context, Fixed() if settings.elastic == "off" else strategy, known_costs(settings))
+        self._controlling = asyncio.create_task(self._controller.run(), name="controller")
+        self._controlling.add_done_callback(self._on_controller_end)
 
     async def handle(self, request: InstanceRequest) -> Message | None:
         if not isinstance(request, StatusRequest):
             raise InternalError(f"the scaler has no use for a {type(request).__name__}", code="invalid_message")
-        assert self._context is not None
         beats = (beat for beat in self._context.registry.all() if beat.service != "launcher")
-        return StatusReply(tuple(beats), self._num_restarts)
+        return StatusReply(tuple(beats), self._restarts.count)
 
-    def _on_event(self, event: Event) -> None:
-        if not isinstance(event, Lost) or event.instance_id in self._handled or event.name in self._restarting:
-            return
-        now_s = time.monotonic()
-        crashes_s = self._crashes_s.setdefault(event.name, deque(maxlen=NUM_CRASHES_KEPT))
-        if len(self._crashes_s) > NUM_REMEMBERED:
-            del self._crashes_s[next(iter(self._crashes_s))]
-        if not event.expected and event.instance_id not in self._seen:
-            self._seen.append(event.instance_id)
-            crashes_s.append(now_s)
-        decision = decide_restart(event.expected, crashes_s, now_s)
-        if decision.delay_s is None:
-            self._handled.append(event.instance_id)  # that was its own last word; the launcher's may come after it
-            return
-        _log.info("restart", slot=event.name, exit_code=event.exit_code, delay_s=decision.delay_s, reason=decision.reason)
-        task = asyncio.create_task(self._restart(event, decision.delay_s), name=f"restart {event.name}")
-        self._restarting[event.name] = task
-        task.add_done_callback(lambda _: self._restarting.pop(event.name, None))
+    async def _tell_decisions(self, limit: Annotated[int, Query(ge=1, le=CAPACITY)] = NUM_TOLD) -> Response:
+        """The last ones: why the cluster is as it is."""
+        return Response(msgspec.json.encode(self._controller.decisions(limit)), media_type="application/json")
 
-    async def _restart(self, lost: Lost, delay_s: float) -> None:
-        assert self._context is not None
-        await asyncio.sleep(delay_s)
-        launchers = self._context.registry.ready(service="launcher")
-        if not launchers:
-            _log.info("no launcher: left to whoever runs the process", slot=lost.name)
-            return
-        try:
-            await self._context.bus.request(launchers[0].instance_id, LaunchRequest(lost.name), LAUNCH_TIMEOUT_S)
-        except TriptychError as error:
-            _log.info("not restarted yet", slot=lost.name, reason=error.message)
-            return
-        self._handled.append(lost.instance_id)
-        self._num_restarts += 1
-        self._restarts.labels(lost.name).inc()
+    def _on_controller_end(self, task: asyncio.Task[None]) -> None:
+        """By itself it ends by a bug only: started again, the scaler begins anew."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("the controller failed", exc_info=error)
+            self._context.lifecycle.give_up()
 
     def report(self) -> Report:
         return Report()
@@ -109,10 +80,11 @@ class Scaler:
         return True
 
     async def stop(self) -> None:
-        for task in tuple(self._restarting.values()):
-            task.cancel()
+        if self._controlling is not None:
+            self._controlling.cancel()
+            self._restarts.stop()
 
 
 def make_service(settings: Settings) -> ServiceApp:
-    """The scaler needs no settings of its own."""
-    return Scaler()
+    """The scaler of a cluster."""
+    return Scaler(settings)

@@ -16,12 +16,14 @@ from fastapi import FastAPI
 from triptych.shared.errors import BadRequest
 from triptych.shared.instance_info import StageLoad
 from triptych.shared.messages import Accepted, InstanceId, InstanceRequest, LaunchRequest, Message, Service
+from triptych.shared.policies.placement import ROLES_OF
 from triptych.shared.service import Report, ServiceApp, ServiceContext, run_service
 from triptych.shared.settings import Settings, load_settings
 
 
 class Dummy:
-    """LaunchRequest(name="1.5") makes it busy for 1.5 seconds, "-1" makes it give up. The slot name `broken` never starts."""
+    """LaunchRequest(name="1.5") makes it busy for 1.5 seconds, "-1" makes it give up. The slot name `broken` never starts. Its
+    roles are those of its name's kind, an encoder's where that is none."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -43,7 +45,9 @@ class Dummy:
         return Accepted()
 
     def report(self) -> Report:
-        return Report(loads=(StageLoad("dummy", num_running=int(not self.is_idle())),), roles=("encoder",))
+        load = StageLoad("dummy", num_running=int(not self.is_idle()))
+        kind = self._context.name.rpartition("-")[0]
+        return Report(loads=(load,), roles=ROLES_OF.get(kind, ("encoder",)), group=self._context.settings.group)
 
     def on_router_lost(self, router_id: InstanceId) -> None:
         say(f"router lost {router_id}")

@@ -28,7 +28,7 @@ OWN_FLAGS = {
         "json",
     },
     "serve": {"instance-id"},
-    "status": {"json"},
+    "status": {"decisions", "json"},
     "drain": {"json"},
     "profile": {"quick", "out", "load", "slo-factor", "json"},
     "config": {"json"},

@@ -61,6 +61,23 @@ def test_a_policy_places_instances() -> None:
     assert emulated.stage == "instance=4,text=4,preprocess=2"
 
 
+def test_groups_are_told_to_each_instance() -> None:
+    counts = Counts(engines={"encoder": 1, "text": 3}, groups={"text": ("text", "multimodal", "text")})
+    slots = plan_slots(counts)
+    assert [(slot.name, slot.group) for slot in slots[:5]] == [
+        ("encoder-0", ""),
+        ("text-0", "multimodal"),
+        ("text-1", "text"),
+        ("text-2", "text"),
+        ("preprocess-0", ""),
+    ]
+    spec = serve_spec(slots[1], Settings(model="m"), None, InstanceId("text-0-ab"), Path("tmp"))
+    assert spec.command[-2:] == ("--group", "multimodal")
+    [emulated, *_] = plan_slots(counts, is_emulated=True)
+    assert emulated.stage == "encoder=1,text.multimodal=1,text.text=2,preprocess=1"
+    assert emulated.instances == ("encoder-0", "text-0", "text-1", "text-2", "preprocess-0")
+
+
 @pytest.mark.parametrize("count", [0, -1, MAX_PER_STAGE + 1])
 def test_a_count_out_of_bounds_is_named(count: int) -> None:
     with pytest.raises(BadRequest, match="--decode"):

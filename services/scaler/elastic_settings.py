@@ -1,0 +1,68 @@
+"""What the settings say about elasticity: checked at start, in one line, and what work costs by a cost model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from triptych.shared.checkpoint import open_checkpoint
+from triptych.shared.cost_model.profile import read_profile
+from triptych.shared.emulation import cost_model_of, link_of
+from triptych.shared.errors import BadRequest
+from triptych.shared.policies.elastic.costs import costs_of
+from triptych.shared.policies.elastic.views import ElasticCosts
+from triptych.shared.policies.policy_set import policy_set
+from triptych.shared.settings import Settings
+
+ONLY_ELASTIC = frozenset(("elastic_period_s", "min_instances", "max_instances", "profile"))  # settings
+
+
+def check_elastic(settings: Settings, num_instances: int | None = None) -> None:
+    """Before anything is started.
+
+    Args:
+        num_instances: engine instances that are started at first; None: not known here.
+
+    Raises:
+        BadRequest: in one line: settings that contradict each other, an unknown policy, a profile of another model.
+    """
+    policy_set(settings.policy)
+    given = sorted(ONLY_ELASTIC & settings.model_fields_set)
+    if given and settings.elastic == "off":
+        raise BadRequest(f"{', '.join(given)}: only for elastic clusters, set elastic to on or advise, too", code="bad_setting")
+    least, most = settings.min_instances, settings.max_instances or num_instances
+    if most is not None and 0 < most < least:
+        raise BadRequest(f"min_instances is {least}, and max_instances {most}: the first may not be more", code="bad_setting")
+    if num_instances is not None and settings.max_instances and num_instances > settings.max_instances:
+        raise BadRequest(
+            f"max_instances is {settings.max_instances}, and {num_instances} are started: start fewer, or allow more",
+            code="bad_setting",
+        )
+    known_costs(settings)
+
+
+def known_costs(settings: Settings) -> ElasticCosts | None:
+    """By the cost model of the emulated GPUs, or by the profile; None: only what instances measure tells.
+
+    Raises:
+        BadRequest: in one line: no figures, or a profile of another model.
+    """
+    if settings.profile:
+        return _profiled_costs(settings)
+    if not settings.emulate:
+        return None
+    text, image = (
+        costs_of(cost_model_of(settings, roles), link_of(settings), settings.slo_tbt_s) for roles in ((), ("encoder",))
+    )
+    return replace(text, encode=image.encode, capacity={**text.capacity, "encoder": image.capacity["encoder"]})
+
+
+def _profiled_costs(settings: Settings) -> ElasticCosts:
+    if settings.emulate:
+        raise BadRequest("profile is what was measured here, and emulated instances cost what is published", code="bad_setting")
+    if not settings.model:
+        raise BadRequest("profile is of a model: which one is served? Set model, too", code="bad_setting")
+    profile = read_profile(Path(settings.profile))
+    profile.require_model(open_checkpoint(settings.model, settings.model_name).revision)
+    model = profile.cost_model()
+    return costs_of(model, model.unknowns.local, settings.slo_tbt_s)
