@@ -37,6 +37,8 @@ MAX_HINTS = 20_000  # chosen: about 5 MB
 HINT_DELAY_S = 0.005  # chosen: so long the process that has a hint may be busy with the answer that it comes from
 BATCH_SIZE = 512  # chosen: hints in one script, which holds up the server for about a millisecond
 
+FAULTS = (RedisError, OSError, TimeoutError, msgspec.DecodeError, ValueError)  # the last: what answers there is no Redis
+
 _Answer = tuple[list[tuple[InstanceId, int]], list[tuple[InstanceId, ...]]]
 _Fact = tuple[InstanceId, Kind, bytes]
 
@@ -80,7 +82,7 @@ class RedisIndex:
             async with self._redis.pipeline(transaction=False) as pipeline:
                 for key in file_keys:
                     pipeline.getex(self._file_name(key), ex=self._ttl_s)
-                return [value and _decode_image(value) for value in await pipeline.execute()]
+                return [_image_in(value) for value in await pipeline.execute()]
 
         return await self._ask(ask) or [None] * len(file_keys)
 
@@ -117,7 +119,7 @@ class RedisIndex:
         self.counters.num_round_trips += 1
         try:
             answer = await self._in_time(question)
-        except (RedisError, OSError, TimeoutError, msgspec.DecodeError) as error:
+        except FAULTS as error:
             self._has_failed(error)
             return None
         self._num_failures, self._skip_until = 0, 0.0
@@ -165,7 +167,7 @@ class RedisIndex:
                 async with asyncio.timeout(HINTS_TIMEOUT_S):
                     await self._send_images(dict(islice(self._images.items(), BATCH_SIZE)))
                     await self._send_facts(dict(islice(self._facts.items(), BATCH_SIZE)))
-            except (RedisError, OSError, TimeoutError):
+            except FAULTS:
                 self.counters.num_failures += 1
                 await asyncio.sleep(PAUSE_S)  # what was not sent is still there
             if not self._images and not self._facts:
@@ -208,6 +210,13 @@ def _connect(url: str) -> Redis:
     except ValueError as error:
         raise BadRequest("bad setting: TRIPTYCH_REDIS_URL is no redis:// URL", code="bad_setting") from error
     return Redis.from_pool(pool)
+
+
+def _image_in(value: bytes | None) -> ImageInfo | None:
+    try:
+        return None if value is None else _decode_image(value)
+    except msgspec.DecodeError:  # somebody else's: the server is sound
+        return None
 
 
 def _shorten(hints: dict[Any, Any]) -> int:

@@ -8,19 +8,31 @@ is for one server, not for Redis Cluster.
 
 from __future__ import annotations
 
-# KEYS[1] prefix; ARGV: block keys, mm_hashes. Returns MessagePack of {{holder, num_blocks}, ...} and {holders of each mm_hash}.
-LOOKUP = """
+_LIVE = """
 local now = tonumber(redis.call('TIME')[1])
+
+local function live_in(value)  -- holders and ends that still count; nothing when there is no value, or somebody else's
+  local is_entry, entry = pcall(cmsgpack.unpack, value)
+  local holders, ends = {}, {}
+  for i = 1, is_entry and type(entry) == 'table' and #entry or 0, 2 do
+    local ends_at = tonumber(entry[i + 1])
+    if type(entry[i]) == 'string' and ends_at and ends_at > now then
+      holders[#holders + 1], ends[#ends + 1] = entry[i], ends_at
+    end
+  end
+  return holders, ends
+end
+"""
+
+# KEYS[1] prefix; ARGV: block keys, mm_hashes. Returns MessagePack of {{holder, num_blocks}, ...} and {holders of each mm_hash}.
+LOOKUP = (
+    _LIVE
+    + """
 local cached_value, cached_holders
 
 local function holders_in(value)
-  if not value then return {} end
   if value ~= cached_value then  -- blocks of one prompt have mostly equal values
-    local entry, live = cmsgpack.unpack(value), {}
-    for i = 1, #entry, 2 do
-      if entry[i + 1] > now then live[#live + 1] = entry[i] end
-    end
-    cached_value, cached_holders = value, live
+    cached_value, cached_holders = value, live_in(value)
   end
   return cached_holders
 end
@@ -59,18 +71,21 @@ for first = 0, #ARGV[2] / 32 - 1, 64 do
 end
 return cmsgpack.pack({prefixes, embeddings})
 """
+)
 
 # KEYS[1] prefix; ARGV: holder, ttl_s, most holders of an entry, then what it holds and what it has dropped: blocks, pictures.
-UPDATE = """
+UPDATE = (
+    _LIVE
+    + """
 local holder, ttl_s, max_holders = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
-local now = tonumber(redis.call('TIME')[1])
 
 local function others_in(value)
-  local entry, others = value and cmsgpack.unpack(value) or {}, {}
-  for i = 1, #entry, 2 do
-    if entry[i] ~= holder and entry[i + 1] > now then
-      others[#others + 1] = entry[i]
-      others[#others + 1] = entry[i + 1]
+  local holders, ends = live_in(value)
+  local others = {}
+  for i = 1, #holders do
+    if holders[i] ~= holder then
+      others[#others + 1] = holders[i]
+      others[#others + 1] = ends[i]
     end
   end
   return others
@@ -79,7 +94,7 @@ end
 local function update(kind, digests, is_held)
   for i = 1, #digests, 32 do
     local name = KEYS[1] .. kind .. string.sub(digests, i, i + 31)
-    local entry = others_in(redis.call('GET', name))
+    local entry = others_in(redis.pcall('GET', name))
     if is_held then
       while #entry > 2 * (max_holders - 1) do
         table.remove(entry, 1)
@@ -101,3 +116,4 @@ update('k', ARGV[5], false)
 update('e', ARGV[6], true)
 update('e', ARGV[7], false)
 """
+)

@@ -291,6 +291,27 @@ async def test_hints_nobody_takes_are_bounded(shared: RedisIndex, valkey: OwnVal
     await until_found(shared, Found({THREE: 4}))
 
 
+STRANGE = (b"", b"text", b"\xc1", b"\x05", b"\x92\xa1a", b"\x92\x01\x02", b"\x93\xa1a\xa1b\xa1c", b"\x81\xa1a\x01")
+
+
+@pytest.mark.parametrize("value", [*STRANGE, None])
+async def test_strange_values_are_none(shared: RedisIndex, client: Redis, value: bytes | None) -> None:
+    """Nobody else is to write there. One that did must not keep a question, or a batch of hints, from its answer."""
+    names = [shared._prefix + kind + key for kind, key in ((b"k", BLOCKS[1]), (b"e", IMAGES[0]), (b"f", IMAGES[1]))]
+    for name in names:
+        await (client.lpush(name, b"list") if value is None else client.set(name, value))  # type: ignore[misc]
+    shared.hold(TWO, "kv", [BLOCKS[0]])
+    shared.hold(TWO, "embeddings", [IMAGES[1]])
+    await until_found(shared, Found({TWO: 1}, {IMAGES[1]: (TWO,)}))
+    if value is not None:
+        assert await shared.identify(IMAGES[:2]) == [None, None]
+    shared.hold(ONE, "kv", BLOCKS)
+    shared.drop(ONE, "embeddings", IMAGES[:1])
+    await until_found(shared, Found({ONE: 10, TWO: 1}, {IMAGES[1]: (TWO,)}))
+    assert shared.counters.num_failures == 0
+    assert not await client.exists(names[1])
+
+
 async def test_without_a_url_only_this_process_knows() -> None:
     assert isinstance(open_index(Settings(), REVISION), MemoryIndex)
 
