@@ -46,6 +46,7 @@ from triptych.shared.messages import (
     StageTime,
     TensorRef,
 )
+from triptych.shared.policies.policy_set import CacheRules, policy_set
 from triptych.shared.request_tasks import RequestTasks
 from triptych.shared.service import Report, ServiceApp, ServiceContext
 from triptych.shared.settings import Settings
@@ -71,6 +72,7 @@ class PreprocessService:
         self._transport: Transport
         self._pool: DecodePool | EmulatedDecoder
         self._fetcher: MediaFetcher
+        self._cache_rules: CacheRules
         self._files: KnownFiles
         self._metrics: PreprocessMetrics
 
@@ -82,6 +84,7 @@ class PreprocessService:
         self._options = DecodeOptions(self._checkpoint.image, self._checkpoint.revision, settings.max_image_pixels)
         self._pool = EmulatedDecoder(settings) if settings.emulate else DecodePool(settings)
         self._fetcher = _fetcher(settings)
+        self._cache_rules = policy_set(settings.policy).cache
         self._index = self._index or open_index(settings, self._checkpoint.revision)
         self._files = KnownFiles(self._index, self._checkpoint.revision)
         self._metrics = PreprocessMetrics(context.metrics)
@@ -141,15 +144,22 @@ class PreprocessService:
         with ExitStack() as held:
             buffer = held.enter_context(await bring())
             transfer_s = time.monotonic() - begun_at_s
-            key = await self._files.key_of(buffer.data, image_options.key(), request.cache_salt)
-            if request.may_skip_decode and (known := (await self._files.find([key]))[0]) is not None:
+            key = await self._file_key(buffer, image_options.key(), request.cache_salt)
+            if key and request.may_skip_decode and (known := (await self._files.find([key]))[0]) is not None:
                 held.pop_all()
                 self._metrics.identified.inc()
                 return self._identified(known, buffer, request, transfer_s)
             async with self._pool.decoded(buffer.data, options, request.param) as timed:
                 self._metrics.decodes.inc()
-                self._files.tell(key, timed.image.info)
+                if key:
+                    self._files.tell(key, timed.image.info)
                 return await self._lease(timed, request, transfer_s)
+
+    async def _file_key(self, buffer: MediaBuffer, options_key: bytes, cache_salt: bytes) -> bytes | None:
+        """None where nobody would ever ask for it: the policy caches nothing."""
+        if not self._cache_rules.keeps_any:
+            return None
+        return await self._files.key_of(buffer.data, options_key, cache_salt)
 
     def _identified(
         self, image: ImageInfo, buffer: MediaBuffer, request: PreprocessRequest, transfer_s: float

@@ -68,12 +68,12 @@ class PictureStages:
 
         choose: Choose = choose_preprocess if picture.media_id is None else keeper_only
         instance_id, reply = await self.calls.dispatch(Work("preprocess", 1, choose, send))
-        if picture.image not in (None, reply.image):  # what is at a URL may change
+        if picture.file_key is not None:
+            self.calls.parts.cache.files.keep(picture.file_key, reply.image)
+        if picture.image not in (None, reply.image):  # what is at a URL may change, and the index be wrong
             raise InstanceLost("an image is another one than it was", code=CACHE_MISS)
         picture.image, picture.pixels = reply.image, reply.pixels
         picture.media_id, picture.kept_at = reply.media_id, instance_id
-        if picture.file_key is not None:
-            self.calls.parts.cache.files.keep(picture.file_key, reply.image)
 
     async def _send_media(self, picture: Picture, beat: Heartbeat, may_skip_decode: bool) -> PreprocessReply:
         calls, source, media_id = self.calls, picture.source, picture.media_id

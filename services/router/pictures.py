@@ -31,11 +31,10 @@ class Pictures:
     before the last is encoded; may raise."""
 
     def __init__(self, calls: StageCalls, job: Job, cached: CachedParts, check_sizes: Callable[[], object]) -> None:
-        rules = calls.parts.cache.rules
         self._calls = calls
         self._cached = cached
         self._check_sizes = check_sizes
-        self._keeps_any = rules.keeps_kv or rules.keeps_embeddings
+        self._keeps_any = calls.parts.cache.rules.keeps_any
         self._num_text_tokens = job.prompt.num_text_tokens
         self._stages = PictureStages(calls, self._keeps_any)
         self._encoding = Encoding(self._stages, self._slack_s)

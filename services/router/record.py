@@ -120,8 +120,12 @@ class RequestRecord:
         return max(0.0, self.deadline_s - now_s)
 
     def slack_s(self, now_s: float) -> float | None:
-        """Until the first token is due, at least 0."""
-        return None if self.due_at_s is None else max(0.0, self.due_at_s - now_s)
+        """Until the first token is due, at least 0. That is half-way to the deadline at the latest: who asks for later would be
+        overtaken until it is too late."""
+        if self.due_at_s is None:
+            return None
+        latest_s = (self.arrived_at_s + self.deadline_s) / 2
+        return max(0.0, min(self.due_at_s, latest_s) - now_s)
 
     def stamps(self) -> list[StageStamp]:
         """The stages of the attempt that counted, in the order they began."""

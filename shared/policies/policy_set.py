@@ -27,6 +27,10 @@ class CacheRules:
     keeps_kv: bool = False
     keeps_embeddings: bool = False
 
+    @property
+    def keeps_any(self) -> bool:
+        return self.keeps_kv or self.keeps_embeddings
+
 
 BY_LOAD, NO_CACHE, FIXED = RoutingRules(), CacheRules(), Fixed()
 

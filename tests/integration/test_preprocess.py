@@ -282,6 +282,17 @@ async def test_a_known_file_is_not_decoded_until_its_pixels_are_wanted(start: St
     await preprocess.until_empty()
 
 
+async def test_without_a_cache_no_file_is_remembered(start: Start) -> None:
+    index = MemoryIndex()
+    preprocess = await start(index=index, policy="static")
+    for request_id in (R1, R2):
+        await preprocess.upload_and_ask(_png(), request_id, may_skip_decode=True)
+        await preprocess.release(request_id)
+    assert preprocess.counted() == {"decoded": 2, "identified": 0}
+    assert not index._images
+    await preprocess.until_empty()
+
+
 async def test_another_process_told_the_index(start: Start) -> None:
     index = MemoryIndex()
     first = await (await start(index=index)).upload(_png())

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from support.fake_stages import ANSWER, IMAGE_TOKENS, TEXT, FakeStage, World, picture, until, words
@@ -250,6 +251,21 @@ async def test_an_instance_that_always_misses_is_not_asked_for_ever(world: World
     stages["prefill"].hooks[PrefillRequest] = miss
     assert (await world.ask([picture("a"), words()])).status_code == 503
     assert len(stages["prefill"].seen) == world.settings.max_attempts + 1
+
+
+async def test_a_file_that_is_taken_for_another_picture_costs_one_attempt_once(world: World) -> None:
+    stages = world.add_all()
+    content = [picture("a"), words()]
+    await world.ask(content)
+    files = world.router._running.parts.cache.files  # type: ignore[union-attr]
+    [(key, real)] = files._images.items()
+    files._images.clear()
+    world.index.remember(key, msgspec.structs.replace(real, mm_hash=b"?" * 32))
+    for num_attempts in (2, 1):
+        response = await world.ask(content, headers={"X-Triptych-Trace": "1"})
+        assert response.status_code == 200, response.text
+        assert response.json()["triptych"]["attempts"] == num_attempts
+        assert stages["prefill"].seen[-1].images[0].image == real
 
 
 async def test_what_a_dead_instance_held_is_not_believed(world: World) -> None:

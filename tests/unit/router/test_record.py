@@ -23,6 +23,14 @@ def test_the_way_of_a_request() -> None:
     assert record.remaining_s(21.0) == 0.0
 
 
+def test_a_first_token_is_due_half_way_to_the_deadline_at_the_latest() -> None:
+    record = RequestRecord("r", 10.0, 30.0)
+    assert record.slack_s(11.0) is None
+    for due_at_s, slack_s in ((12.0, 1.0), (10.0, 0.0), (3600.0, 9.0)):
+        record.due_at_s = due_at_s
+        assert record.slack_s(11.0) == slack_s
+
+
 @pytest.mark.parametrize("phase", [Phase.PREFILL, Phase.DECODE, Phase.FINISHED])
 def test_no_phase_is_skipped(phase: Phase) -> None:
     with pytest.raises(ValueError, match="cannot go"):
