@@ -88,6 +88,13 @@ class PrefixCache:
         self.num_misses += len(keys) - num_hits
         self._index.hold(self._holder, "kv", keys[:num_hits])
 
+    def note_stale(self, keys: Seq[bytes]) -> None:
+        """Somebody was told that all of these are here: those that are not shall be forgotten."""
+        gone = keys[self.num_held(keys) :]
+        if gone:
+            self.num_stale += len(gone)
+            self._index.drop(self._holder, "kv", gone)
+
     def catch_up(self, sequence: Sequence, keys: Seq[bytes]) -> int:
         """Where others have computed more of a prompt than its own sequence, it goes on with their blocks; how many tokens it
         need not compute."""
@@ -125,7 +132,7 @@ class PrefixCache:
         except ValueError as error:
             raise InternalError(f"{error}", code="invalid_message") from None
         block_ids = self._tree.match(keys)
-        self._note_stale(keys[len(block_ids) :])
+        self.note_stale(keys)
         layout = self._engine.kv_layout
         pool = self._kv.pool
         num_pinned = sum(pool.is_only_cached(block_id) for block_id in block_ids)
@@ -158,11 +165,6 @@ class PrefixCache:
     def _go_on_with(self, sequence: Sequence, kept: Seq[int]) -> None:
         own = sequence.block_table
         self._kv.exchange(sequence, {i: block_id for i, block_id in enumerate(kept) if own[i] != block_id})
-
-    def _note_stale(self, keys: Seq[bytes]) -> None:
-        if keys:
-            self.num_stale += len(keys)
-            self._index.drop(self._holder, "kv", keys)
 
     def _evict(self, num_blocks: int) -> None:
         pool = self._kv.pool

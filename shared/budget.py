@@ -1,57 +1,64 @@
-"""A semaphore of amounts: how many bytes or tokens may be in hand at once, given out in order of asking. Event loop only."""
+"""A semaphore of amounts: how many bytes or tokens may be in hand at once, given out in an order. Event loop only."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from contextlib import asynccontextmanager
+from typing import Generic, TypeVar
+
+T = TypeVar("T", bound=Hashable)
 
 
-class Budget:
-    """At most `capacity` units are held at once. First come, first served: a large amount is not overtaken by small ones,
-    so it can't starve. An amount over the capacity waits until it is alone.
+class Budget(Generic[T]):
+    """At most `capacity` units are held at once. Whoever is first in the order is not overtaken by those who want less, so that
+    large amounts starve only where the order lets them. An amount over the capacity waits until it is alone.
 
     Args:
         capacity: units, more than 0.
+        order: of those who wait; they are given in the order in which they came, which is the default.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, order: Callable[[Sequence[T]], Sequence[T]] = lambda waiting: waiting) -> None:
         self.capacity = capacity
         self.num_held = 0
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._order = order
+        self._waiting: dict[T, tuple[int, asyncio.Future[None]]] = {}
 
     @asynccontextmanager
-    async def hold(self, amount: int) -> AsyncIterator[None]:
+    async def hold(self, amount: int, holder: T) -> AsyncIterator[None]:
         """Hold `amount` units inside the block, waiting for them first; nothing waits for nothing. The caller bounds the
-        wait."""
+        wait. holder: who wants them, once at a time."""
         amount = min(amount, self.capacity)
         if amount > 0:
-            await self._acquire(amount)
+            await self._acquire(amount, holder)
         try:
             yield
         finally:
             self.num_held -= amount
             self._give()
 
-    async def _acquire(self, amount: int) -> None:
+    async def _acquire(self, amount: int, holder: T) -> None:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((amount, future))
+        self._waiting[holder] = amount, future
         self._give()
         try:
             await future
         except asyncio.CancelledError:
             if future.done() and not future.cancelled():  # given and cancelled in the same turn of the loop
                 self.num_held -= amount
+            self._waiting.pop(holder, None)
             self._give()
             raise
 
     def _give(self) -> None:
-        while self._waiting:
-            amount, future = self._waiting[0]
-            if not future.done():
+        if not self._waiting or self.num_held >= self.capacity:
+            return
+        for holder in self._order(list(self._waiting)):
+            amount, future = self._waiting[holder]
+            if not future.done():  # else it was cancelled
                 if self.num_held + amount > self.capacity:
                     return
                 self.num_held += amount
                 future.set_result(None)
-            self._waiting.popleft()
+            del self._waiting[holder]

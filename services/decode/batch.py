@@ -218,6 +218,7 @@ class DecodeBatch:
         for job in batch:
             job.is_in_step = False
             if job.has_left:
+                self._keep(job)
                 self._free(job)
 
     def _free(self, job: DecodeJob, keep_kv: bool = False) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Container
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
@@ -38,7 +39,7 @@ class PreemptedKv:
         kv, sequence = self._context.kv, job.sequence
         block_ids = sequence.block_table[: kv.num_for(sequence.num_computed_tokens)]
         held = {key: block for one in preempted for key, block in one.shared.items()}
-        places = {key: block_ids[place] for place, key in enumerate(self._shared_keys(job, block_ids))}
+        places = {key: block_ids[place] for place, key in enumerate(self._shared_keys(job, block_ids, held))}
         num_new = len(block_ids) - sum(key in held for key in places)
         if held_bytes_of(preempted) + self._num_bytes(num_new) > self.max_bytes:
             raise Overloaded("too many requests at one decode instance", code="kv_full")
@@ -49,10 +50,12 @@ class PreemptedKv:
 
         job.shared, job.kv = await self._context.thread.run(export)
 
-    def _shared_keys(self, job: DecodeJob, block_ids: Seq[int]) -> list[bytes]:
-        """Of the first blocks, which others hold, too: never the last one, so that something remains."""
+    def _shared_keys(self, job: DecodeJob, block_ids: Seq[int], held: Container[bytes]) -> list[bytes]:
+        """Of the first blocks, which others hold, too, or are in host memory already: never the last one, so that something
+        remains."""
         keys = [] if job.chain is None else job.chain.keys[: len(block_ids) - 1]
-        shared = [self._context.kv.pool.num_holds(block_id) > 1 for block_id in block_ids[: len(keys)]]
+        pool, blocks = self._context.kv.pool, zip(keys, block_ids, strict=False)
+        shared = [key in held or pool.num_holds(block_id) > 1 for key, block_id in blocks]
         return keys[: shared.index(False) if False in shared else len(shared)]
 
     def _export(self, block_ids: Seq[int]) -> torch.Tensor:

@@ -43,7 +43,7 @@ class DecodeRole:
     def __init__(self, context: HostContext) -> None:
         self._context = context
         self._intake = Intake("decode", context.settings.max_waiting)
-        self._in_hand = Budget(max(context.settings.kv_cache_bytes // IN_HAND_SHARE, 1))
+        self._in_hand: Budget[DecodeJob] = Budget(max(context.settings.kv_cache_bytes // IN_HAND_SHARE, 1))
         self._pulls = asyncio.Semaphore(MAX_PULLS)
         self._batch = DecodeBatch(context, self._on_outcome)
         self._hand_over = HandOver(context, self._batch, self._on_leased)
@@ -152,7 +152,7 @@ class DecodeRole:
             job.sequence.block_table = self._context.kv.take_over(kv)
             self._enqueue(job)
             return
-        async with self._in_hand.hold(kv.tensor.num_bytes):
+        async with self._in_hand.hold(kv.tensor.num_bytes, job):
             async with self._pulls:
                 if self._hand_over.is_due(job):
                     self._on_leased(job, kv)  # whoever goes on with it finds its KV where it is

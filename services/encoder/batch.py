@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from triptych.shared.engine.rate import Rate
 from triptych.shared.engine.role import settle
 from triptych.shared.image_info import ImageInfo
 from triptych.shared.policies.batching import num_to_batch
+from triptych.shared.policies.queueing import NO_TARGET_SLACK_S
 
 if TYPE_CHECKING:  # only named, never computed with: emulated instances run without torch
     import torch
@@ -40,6 +42,12 @@ class EncodeJob:
     transfer_s: float = 0.0
     begun_at_s: float = 0.0
     num_requests: int = 0
+
+    def hurry(self, slack_s: float | None, arrived_at_s: float) -> None:
+        """One more request waits for it, perhaps more urgently."""
+        own_s, other_s = (NO_TARGET_SLACK_S if one is None else one for one in (self.slack_s, slack_s))
+        if arrived_at_s + other_s < self.arrived_at_s + own_s:
+            self.slack_s = arrived_at_s + other_s - self.arrived_at_s
 
 
 class EncodeBatch:
@@ -80,6 +88,12 @@ class EncodeBatch:
         self._batch = []
         return True
 
+    def in_order(self, jobs: Sequence[EncodeJob]) -> list[EncodeJob]:
+        """As the policy has it."""
+        for job in jobs:
+            job.work_s = self.rate.time_s(job.image.num_tokens)
+        return self._context.policies.queue_order(jobs, time.monotonic())
+
     def fail_all(self, error: Exception) -> None:
         """A step raised, which is a bug: end all that wait rather than let them hang."""
         for job in (*self._batch, *self._queue):
@@ -87,10 +101,7 @@ class EncodeBatch:
         self._batch, self._queue = [], []
 
     def _take_batch(self) -> list[EncodeJob]:
-        waiting = [job for job in self._queue if not job.result.done()]  # without the cancelled
-        for job in waiting:
-            job.work_s = self.rate.time_s(job.image.num_tokens)
-        waiting = self._context.policies.queue_order(waiting, time.monotonic())
+        waiting = self.in_order([job for job in self._queue if not job.result.done()])  # without the cancelled
         sizes = [job.image.num_tokens for job in waiting[:MAX_BATCH_IMAGES]]
         num_taken = num_to_batch(sizes, self._context.settings.max_encode_tokens)
         self._queue = waiting[num_taken:]

@@ -14,7 +14,7 @@ from triptych.services.host_context import HostContext
 from triptych.shared.budget import Budget
 from triptych.shared.engine.loop import StepLoop
 from triptych.shared.engine.role import GIVEN_UP, LEASE_GRACE_S, MAX_PULLS, Intake, deadline, given_up, settle
-from triptych.shared.errors import CACHE_MISS, InstanceLost, InternalError
+from triptych.shared.errors import CACHE_MISS, InstanceLost, InternalError, TriptychError
 from triptych.shared.instance_info import StageLoad
 from triptych.shared.messages import EncodeReply, EncodeRequest, InstanceRequest, StageTime, TensorRef
 
@@ -27,9 +27,9 @@ class EncoderRole:
     def __init__(self, context: HostContext) -> None:
         self._context = context
         self._intake = Intake("encoder", context.settings.max_waiting)
-        self._in_hand = Budget(IN_HAND_FACTOR * context.settings.max_encode_tokens)
-        self._pulls = asyncio.Semaphore(MAX_PULLS)
         self._batch = EncodeBatch(context)
+        self._in_hand: Budget[EncodeJob] = Budget(IN_HAND_FACTOR * context.settings.max_encode_tokens, self._batch.in_order)
+        self._pulls = asyncio.Semaphore(MAX_PULLS)
         self._loop = StepLoop("encoder", self._batch.step, self._batch.fail_all)
         self._jobs: dict[object, EncodeJob] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -93,9 +93,9 @@ class EncoderRole:
             others = self._jobs.get(key)
             try:
                 return await self._share(key, others or self._new_job(key, request), request, arrived_at_s)
-            except InstanceLost as error:
-                was_own = others is None or request.pixels is None
-                if was_own or error.code == GIVEN_UP:  # else it was another one's pixels that were lost
+            except TriptychError as error:
+                was_own = others is None or others.begun_at_s > 0
+                if was_own or error.code == GIVEN_UP:  # else it was another one's pixels that could not be had
                     raise
 
     def _new_job(self, key: object, request: EncodeRequest) -> EncodeJob:
@@ -111,6 +111,7 @@ class EncoderRole:
     async def _share(self, key: object, job: EncodeJob, request: EncodeRequest, arrived_at_s: float) -> EncodeReply:
         """Wait for a job, perhaps with others, and lease what comes of it."""
         job.num_requests += 1
+        job.hurry(request.slack_s, arrived_at_s)
         try:
             embeddings = await asyncio.shield(job.result)
             encoded_at_s = time.monotonic()
@@ -134,7 +135,7 @@ class EncoderRole:
         their request."""
         is_whole = job.image.first_piece is None
         try:
-            async with self._in_hand.hold(job.image.num_tokens):
+            async with self._in_hand.hold(job.image.num_tokens, job):
                 async with self._pulls:
                     pull_began_s = time.monotonic()
                     job.pixels = await self._context.pull(pixels, release=is_whole)

@@ -10,6 +10,7 @@ is room, and it is admitted again when an image has landed.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from triptych.services.host_context import HostContext
 from triptych.services.prefill.job import PrefillJob
@@ -41,20 +42,21 @@ class PrefillBatch:
         self._waiting.append(job)
 
     def leave(self, job: PrefillJob) -> None:
-        """Forget a job and free its blocks, now or when the step it is in ends. Idempotent."""
+        """Forget a job and free its blocks, now or when the step it is in ends; what was computed of it before stays in the
+        cache: it may be asked for again. Idempotent."""
         job.has_left = True
         for jobs in (self._waiting, self._running):
             if job in jobs:
                 jobs.remove(job)
         if not job.is_in_step:
-            self._context.kv.free(job.sequence)
+            self._give_back(job)
 
     async def step(self) -> bool:
         """Admit and compute one step; False when there is nothing to compute."""
         self._admit()
         for job in self._running:
             self._catch_up(job)
-        jobs = self._in_order(self._running)
+        jobs = self.in_order(self._running)
         num_ready = [job.num_ready(job.sequence.num_computed_tokens, self._attends_to_all) for job in jobs]
         sizes = chunk_sizes(num_ready, self._context.settings.max_prefill_tokens)
         batch = [(job, size) for job, size in zip(jobs, sizes, strict=True) if size > 0]
@@ -62,14 +64,16 @@ class PrefillBatch:
             return False
         for job, _ in batch:
             job.is_in_step = True
+        num_before = [job.sequence.num_computed_tokens for job, _ in batch]
         began_s = time.monotonic()
         try:
             outcomes = await self._context.compute(self._compute, batch)
         finally:
-            for job, _ in batch:
+            for (job, _), num_computed_tokens in zip(batch, num_before, strict=True):
                 job.is_in_step = False
-                if job.has_left:
-                    self._context.kv.free(job.sequence)
+                if job.has_left:  # perhaps with its images, which lay where others are now
+                    job.sequence.num_computed_tokens = num_computed_tokens
+                    self._give_back(job)
         num_tokens = sum(size for _, size in batch)
         self.rate.note(num_tokens, time.monotonic() - began_s)
         self._context.metrics.prompt_tokens.inc(num_tokens)
@@ -82,7 +86,8 @@ class PrefillBatch:
         for job in (*self._running, *self._waiting):
             self._end(job, error)
 
-    def _in_order(self, jobs: list[PrefillJob]) -> list[PrefillJob]:
+    def in_order(self, jobs: Sequence[PrefillJob]) -> list[PrefillJob]:
+        """As the policy has it."""
         for job in jobs:
             job.work_s = self.rate.time_s(job.num_pending_tokens)
         return self._context.policies.queue_order(jobs, time.monotonic())
@@ -91,7 +96,7 @@ class PrefillBatch:
         """In order: a prompt that could be computed and doesn't fit yet is not overtaken, so it can't starve."""
         if self._context.kv.num_available < self._context.kv.num_claimed:
             self._park()
-        for job in self._in_order(self._waiting):
+        for job in self.in_order(self._waiting):
             num_cached_blocks = self._num_cached_blocks(job)
             num_cached_tokens = num_cached_blocks * self._context.engine.block_size
             job.inputs.want(num_cached_tokens)
@@ -141,13 +146,17 @@ class PrefillBatch:
         """Take the blocks of stalled prompts; whether there were any."""
         stalled = [job for job in self._running if not job.num_ready(job.sequence.num_computed_tokens, self._attends_to_all)]
         for job in stalled:
-            self._context.prefixes.add(job.sequence, job.keys)
-            self._context.kv.free(job.sequence)
+            self._give_back(job)
             job.sequence.num_computed_tokens = 0
             job.num_landed_when_parked = job.inputs.num_landed
             self._running.remove(job)
             self._waiting.append(job)
         return bool(stalled)
+
+    def _give_back(self, job: PrefillJob) -> None:
+        if job.sequence.block_table and job.pulled is None:
+            self._context.prefixes.add(job.sequence, job.keys)
+        self._context.kv.free(job.sequence)
 
     def _compute(self, batch: list[tuple[PrefillJob, int]]) -> list[int | Exception | None]:
         """On the engine thread."""
@@ -186,5 +195,6 @@ class PrefillBatch:
             settle(job.result, outcome)
 
     def _end(self, job: PrefillJob, error: Exception) -> None:
+        job.chain = None  # whatever is in its blocks is not to be cached
         self.leave(job)
         settle(job.result, as_typed(error, "computing the prompt"))

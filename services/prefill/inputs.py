@@ -93,7 +93,6 @@ class PromptInputs:
         if placed.embeddings is None and not placed.is_awaited and not self._refs[index].done():
             span.embeddings = self._context.embeddings.find(placed.image)
             if span.embeddings is None:
-                self._context.prefixes.num_stale += 1
                 raise InstanceLost("the KV of an image is no longer cached", code=CACHE_MISS)
         else:
             ref = await self._refs[index]  # no timeout: the request's own bounds it

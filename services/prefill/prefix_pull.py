@@ -13,6 +13,8 @@ from triptych.services.prefill.job import PulledBlocks
 from triptych.shared.errors import TriptychError
 from triptych.shared.messages import BlocksReply, BlocksRequest, PrefillRequest
 
+ANSWER_TIMEOUT_S = 2.0  # chosen: a holder answers at once, from its event loop; longer waits cost more than computing
+
 _log = structlog.get_logger(__name__)
 
 
@@ -24,7 +26,7 @@ async def pull_prefix(context: HostContext, request: PrefillRequest, keys: list[
     lease_s = context.settings.transfer_timeout_s
     blocks = BlocksRequest(request.request_id, request.router_id, pack_keys(asked), lease_s, num_held)
     try:
-        reply = await context.ask(source.instance_id, blocks, lease_s)
+        reply = await context.ask(source.instance_id, blocks, min(lease_s, ANSWER_TIMEOUT_S))
         if not isinstance(reply, BlocksReply) or reply.kv is None or not _fits(context, reply, len(asked) - num_held):
             return None
         tensor = await context.pull(reply.kv)

@@ -19,7 +19,7 @@ from triptych.shared.budget import Budget
 from triptych.shared.engine.api import Sequence
 from triptych.shared.engine.loop import StepLoop
 from triptych.shared.engine.role import LEASE_GRACE_S, MAX_PULLS, Intake, deadline, given_up, settle
-from triptych.shared.errors import InstanceLost, InternalError
+from triptych.shared.errors import CACHE_MISS, InstanceLost, InternalError
 from triptych.shared.instance_info import StageLoad
 from triptych.shared.messages import (
     Accepted,
@@ -41,9 +41,10 @@ class PrefillRole:
     def __init__(self, context: HostContext) -> None:
         self._context = context
         self._intake = Intake("prefill", context.settings.max_waiting)
-        self._in_hand = Budget(context.settings.tensor_store_bytes)  # bytes pulled, or to be, for prompts not yet computed
-        self._pulls = asyncio.Semaphore(MAX_PULLS)
         self._batch = PrefillBatch(context)
+        # bytes pulled, or to be, for prompts not yet computed
+        self._in_hand: Budget[PrefillJob] = Budget(context.settings.tensor_store_bytes, self._batch.in_order)
+        self._pulls = asyncio.Semaphore(MAX_PULLS)
         self._loop = StepLoop("prefill", self._batch.step, self._batch.fail_all)
         self._jobs: dict[RequestId, PrefillJob] = {}
 
@@ -92,6 +93,10 @@ class PrefillRole:
         try:
             async with deadline(request.timeout_s):
                 return await self._prefill_one(request, job)
+        except InstanceLost as error:
+            if error.code == CACHE_MISS:  # somebody was told that more of it is here
+                self._context.prefixes.note_stale(job.cacheable_keys)
+            raise
         finally:
             del self._jobs[request.request_id]
             self._batch.leave(job)
@@ -118,7 +123,7 @@ class PrefillRole:
         transfer_s = time.monotonic() - job.arrived_at_s
         job.chain = context.prefixes.chain_of(job.sequence.token_ids, image_places(request.images), request.cache_salt)
         num_held = context.prefixes.num_held(job.cacheable_keys)
-        async with self._in_hand.hold(self._num_bytes(request, job, num_held)):
+        async with self._in_hand.hold(self._num_bytes(request, job, num_held), job):
             pull_began_s = time.monotonic()
             job.pulled = await pull_prefix(context, request, job.cacheable_keys, num_held)
             num_cached_blocks = num_held if job.pulled is None else job.pulled.end

@@ -77,9 +77,10 @@ class KvBlocks:
         return self.pool.allocate(num_blocks)
 
     def claim(self, num_blocks: int) -> None:
-        """Set num_claimed. Called by the decode role, obeyed by prefill on the same instance."""
-        has_shrunk, self.num_claimed = num_blocks < self.num_claimed, num_blocks
-        if has_shrunk:
+        """Set num_claimed. Called by the decode role, obeyed by prefill on the same instance, which is told: it may get blocks
+        now, or have to give some back that it does nothing with."""
+        if num_blocks != self.num_claimed:
+            self.num_claimed = num_blocks
             self._tell_freed()
 
     def free(self, sequence: Sequence) -> None:

@@ -18,7 +18,7 @@ from triptych.services.host_context import HostContext
 from triptych.services.instance import InstanceService
 from triptych.services.instance_parts import integrity_error
 from triptych.shared.bus import Bus
-from triptych.shared.errors import InstanceLost, TriptychError
+from triptych.shared.errors import DeadlineExceeded, InstanceLost, TriptychError
 from triptych.shared.image_info import ImageInfo
 from triptych.shared.instance_info import Resources
 from triptych.shared.messages import (
@@ -79,8 +79,11 @@ class FakeBus:
     async def request(self, instance_id: InstanceId, message: Message, timeout_s: float) -> Any:
         if instance_id not in self.hosts:
             raise InstanceLost("gone", instance_id=instance_id)
-        async with asyncio.timeout(timeout_s):
-            return await self.hosts[instance_id](decode_request(encode(message)))
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self.hosts[instance_id](decode_request(encode(message)))
+        except TimeoutError:
+            raise DeadlineExceeded from None
 
     async def publish(self, instance_id: InstanceId, message: Message) -> None:
         if instance_id in self.hosts:

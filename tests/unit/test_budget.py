@@ -1,4 +1,4 @@
-"""Budget: bounded, first come first served, and nothing is lost when a waiter is cancelled."""
+"""Budget: bounded, in order, and nothing is lost when a waiter is cancelled."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from triptych.shared.budget import Budget
 class Holder:
     """A task that holds an amount until told to let go."""
 
-    def __init__(self, budget: Budget, amount: int) -> None:
+    def __init__(self, budget: Budget[Holder], amount: int) -> None:
+        self.amount = amount
         self.holds = asyncio.Event()
         self.let_go = asyncio.Event()
         self.task = asyncio.create_task(self._run(budget, amount))
 
-    async def _run(self, budget: Budget, amount: int) -> None:
-        async with budget.hold(amount):
+    async def _run(self, budget: Budget[Holder], amount: int) -> None:
+        async with budget.hold(amount, self):
             self.holds.set()
             await self.let_go.wait()
 
@@ -30,7 +31,7 @@ async def settle() -> None:
 
 
 async def test_a_large_amount_is_not_overtaken() -> None:
-    budget = Budget(10)
+    budget: Budget[Holder] = Budget(10)
     first, large, small = Holder(budget, 6), Holder(budget, 8), Holder(budget, 1)
     await settle()
     assert (first.holds.is_set(), large.holds.is_set(), small.holds.is_set()) == (True, False, False)
@@ -44,7 +45,7 @@ async def test_a_large_amount_is_not_overtaken() -> None:
 
 
 async def test_more_than_all_waits_until_it_is_alone() -> None:
-    budget = Budget(10)
+    budget: Budget[Holder] = Budget(10)
     one, huge = Holder(budget, 1), Holder(budget, 1000)
     await settle()
     assert not huge.holds.is_set()
@@ -58,7 +59,7 @@ async def test_more_than_all_waits_until_it_is_alone() -> None:
 
 @pytest.mark.parametrize("is_given", [False, True])
 async def test_a_cancelled_waiter_leaves_nothing_behind(is_given: bool) -> None:
-    budget = Budget(10)
+    budget: Budget[Holder] = Budget(10)
     first, second, third = Holder(budget, 10), Holder(budget, 10), Holder(budget, 3)
     await settle()
     if is_given:  # in the same turn of the loop
@@ -76,8 +77,21 @@ async def test_a_cancelled_waiter_leaves_nothing_behind(is_given: bool) -> None:
 
 
 async def test_nothing_is_free() -> None:
-    budget = Budget(1)
+    budget: Budget[str] = Budget(1)
     async with AsyncExitStack() as stack:
         for _ in range(3):
-            await stack.enter_async_context(budget.hold(0))
+            await stack.enter_async_context(budget.hold(0, "nobody"))
         assert budget.num_held == 0
+
+
+async def test_whoever_is_first_in_the_order_is_next() -> None:
+    budget: Budget[Holder] = Budget(10, lambda waiting: sorted(waiting, key=lambda one: one.amount))
+    first, large, small, middle = (Holder(budget, amount) for amount in (10, 8, 2, 5))
+    await settle()
+    first.let_go.set()
+    await settle()
+    assert [one.holds.is_set() for one in (small, middle, large)] == [True, True, False]
+    for one in (small, middle, large):
+        one.let_go.set()
+        await one.task
+    assert budget.num_held == 0

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from support.fake_cluster import FakeCluster, error_of, text_request
+from support.fake_cluster import FakeCluster, error_of, text_request, until
 from support.fake_engine import FakeEngine, expected_tokens
 from triptych.cache.block_keys import BlockChain
 from triptych.services.decode import preempted
@@ -96,6 +96,50 @@ async def test_what_preempted_sequences_share_is_copied_once(
         assert output == expected_tokens(prompt, 0, 30)
     assert max(num_shared) == 10
     assert max(held_bytes) <= 2 * host._context.kv.num_total * host.engine._kv[:, :, 0].nbytes
+    await cluster.stop()
+
+
+async def test_what_only_preempted_sequences_share_is_copied_once_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two with the same eight blocks make way for an older one: the second of them is the last to hold those."""
+    num_shared = []
+    copy = preempted.PreemptedKv.copy
+
+    async def counted(self: Any, job: DecodeJob, others: list[DecodeJob]) -> None:
+        await copy(self, job, others)
+        num_shared.append(len(job.shared))
+
+    monkeypatch.setattr(preempted.PreemptedKv, "copy", counted)
+    cluster = FakeCluster()
+    await cluster.start("pd", ["prefill", "decode"], FakeEngine(25))
+    shared = list(range(100, 132))
+    prompts = {"old": list(range(1, 22)), "b": [*shared, 1], "c": [*shared, 2]}
+    outputs = await asyncio.gather(*(cluster.generate("pd", "pd", text_request(id, p, 60)) for id, p in prompts.items()))
+    for prompt, output in zip(prompts.values(), outputs, strict=True):
+        assert output == expected_tokens(prompt, 0, 60)
+    assert len(num_shared) >= 2, "both were preempted"
+    assert set(num_shared) == {8}
+    await cluster.stop()
+
+
+async def test_what_a_sequence_had_when_it_was_cut_off_is_kept() -> None:
+    """By its client, in a step: the next turn of somebody who did not wait for the end."""
+    cluster = FakeCluster()
+    host = await cluster.start("pd", ["prefill", "decode"])
+    request = text_request("a", PROMPT, 40)
+    reply = await cluster.prefill("pd", request)
+    host.engine.step_time_s = 0.01
+    await cluster.decode("pd", request, reply)
+    await until(lambda: len(cluster.stream("a").token_ids) >= 11, "eleven tokens")
+    host.engine.is_inside.clear()
+    await until(host.engine.is_inside.is_set, "a step")
+    host.engine.gate.clear()
+    await cluster.release("a")
+    host.engine.gate.set()
+    await cluster.until_at_rest("pd")
+    assert host.pool.num_cached >= (len(PROMPT) + 11) // 4
+    turn = [*PROMPT, *expected_tokens(PROMPT, 0, 12), 50]
+    assert await cluster.generate("pd", "pd", text_request("b", turn)) == expected_tokens(turn, 0, 8)
+    assert next(size for step in host.engine.steps for id, size in step if id == "b") <= len(turn) - 32
     await cluster.stop()
 
 

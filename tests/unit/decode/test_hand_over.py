@@ -153,7 +153,7 @@ async def test_those_that_wait_are_handed_over_as_they_came() -> None:
     replies = [await cluster.prefill("p", request) for request in requests]
     await cluster.decode("d0", requests[0], replies[0])
     await until(lambda: cluster.hosts[InstanceId("d0")].role._batch._waiting != [], "it is pulled")
-    async with in_hand.hold(in_hand.capacity - in_hand.num_held):
+    async with in_hand.hold(in_hand.capacity - in_hand.num_held, "somebody"):
         await cluster.decode("d0", requests[1], replies[1])
         await cluster.hand_over("d0")
         await cluster.handed_over("pulled")

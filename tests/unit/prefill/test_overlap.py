@@ -113,6 +113,23 @@ async def test_a_parked_prompt_goes_on_with_what_is_still_cached() -> None:
     await cluster.stop()
 
 
+async def test_decode_work_that_waits_gets_the_blocks_of_a_prompt_that_waits_for_an_image() -> None:
+    """Nothing else happens there that would have the prompt looked at."""
+    cluster = FakeCluster()
+    host = await cluster.start("p", ["prefill", "decode"], FakeEngine(10))
+    await cluster.start("q", ["prefill"])
+    task = asyncio.create_task(cluster.prefill("p", awaiting()))
+    await until(lambda: num_computed(host) == 3 and host.pool.num_used == 7, "it waits with its blocks")
+    text = list(range(1, 14))
+    assert await cluster.generate("q", "p", text_request("text", text)) == expected_tokens(text, 0, 8)
+    for index in range(3):
+        await land(cluster, index)
+    assert [(await task).first_token] == expected_tokens(SLOTS, 3, 1)
+    for request_id in ("r", "text"):
+        await cluster.release(request_id)
+    await cluster.stop()
+
+
 async def land_when_known(cluster: FakeCluster, host: FakeHost) -> None:
     await until(lambda: RequestId("r") in host.role._jobs, "the request is known")
     await land(cluster, 0)
