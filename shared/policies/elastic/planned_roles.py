@@ -26,7 +26,7 @@ from triptych.shared.policies.placement import ROLES_OF, Kind
 
 KINDS: tuple[Kind, ...] = ("encoder", "instance", "text")
 OVERFLOWS: tuple[tuple[Role, Role], ...] = (("encoder", "decode"), ("prefill", "encoder"))  # what waits, and who may lose by it
-FEW_A_MINUTE = Hysteresis(dwell_s=20.0, max_switches=6, window_s=60.0)  # chosen
+FEW_A_MINUTE = Hysteresis(dwell_s=20.0, max_switches=8, window_s=60.0)  # chosen
 
 
 def staffed(load: float, slack: float) -> int:
@@ -48,7 +48,7 @@ class Planned:
     slack: float = 1.0  # chosen: the chance to wait is about 0.2 then
     period_s: float = 2.0  # chosen: of looking for overflow
     plan_s: float = 20.0  # chosen: a few seconds of waiting are overflow's
-    overflow_s: float = 2.0  # chosen: several isolated TTFTs
+    overflow_s: float = 3.0  # chosen: several isolated TTFTs; 1 and 2 moved more and served less when simulated
     cooldown_s: float = 60.0  # chosen
     w: float = PUBLIC_W
     hysteresis: Hysteresis = FEW_A_MINUTE
@@ -84,7 +84,7 @@ class Planned:
             staffed(max(soon["encoder"], most["encoder"]), self.slack),
         )
         text = staffed(usual["prefill"] + usual["decode"], self.slack)
-        able = held(able, 1, wanted)
+        able = held(able, 1, max(1, wanted - self._calm(usual)))
         encoders = held(encoders, 0, max(0, min(able, wanted - text, wanted - 1)))
         terms = {
             **{f"{role}_load": load for role, load in usual.items()},
@@ -94,6 +94,10 @@ class Planned:
         kinds = {"encoder": encoders, "instance": able - encoders, "text": wanted - able}
         self._assign(this, kinds, terms)
         return [Target(kind, kinds[kind], terms) for kind in KINDS]
+
+    def _calm(self, usual: Mapping[Role, float]) -> int:
+        """Instances that never encode, so that decoding is not held up everywhere."""
+        return staffed(usual["decode"], self.slack)
 
     def _total(self, loads: Mapping[Role, float]) -> int:
         """Instances for all stages. What encodes and what handles text is staffed apart."""
@@ -115,15 +119,16 @@ class Planned:
                 this.switch(one, ANY, frozenset(ROLES_OF[kind]), reason, terms)
 
     def _overflow(self, this: Round, work: GroupWork) -> None:
-        """What waits for too long gets an instance that has had other roles, in addition, if that gains more than it costs."""
+        """What waits for too long gets instances with other roles, in addition, while that gains more than it costs."""
+        calm = self._calm(needed(rates_of(this.view, ANY), this.view.costs))
         for role, others in OVERFLOWS:
-            able = [one for one in this.movable(work.members) if role not in one.roles]
-            num = len(work.servers(role))
-            if not able or not num or this.num_left <= 0 or work.compute_s(role, num) <= self.overflow_s:
-                continue
-            one = min(able, key=lambda one: (one.load(others).num_pending_tokens, one.instance_id))
-            gain, price = work.gain_of(role), work.cost_of(others)
-            if gain.value > price.value:
+            most = len(work.members) - (calm if role == "encoder" else 0)
+            while this.num_left > 0 and (num := len(work.servers(role))) and work.compute_s(role, num) > self.overflow_s:
+                able = [one for one in this.movable(work.members) if role not in one.roles]
+                gain, price = work.gain_of(role), work.cost_of(others)
+                if not able or num >= most or gain.value <= price.value:
+                    break
+                one = min(able, key=lambda one: (one.load(others).num_pending_tokens, one.instance_id))
                 terms = {"gain": gain.value, "cost": price.value, **price.terms, **gain.terms}
                 reason = f"{role} work waits: gains {gain.value:.2g} for {price.value:.2g} s a token"
                 this.switch(one, ANY, one.roles.union(ROLES_OF["instance"]), reason, terms)
