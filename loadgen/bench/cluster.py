@@ -1,15 +1,17 @@
 """Bench cluster: ours beside `vllm serve` on the same cores, under `workloads/chat-reuse` at three rates around vLLM's knee.
 
-Both take turns, each time as a new process, so that its caches are cold; the same requests follow once more, when all of them
-are known. SLOs are five times what requests take alone at vLLM.
+Both take turns, at each rate with contents that no cache has seen, and then with the same again, when all are known. SLOs are
+five times what requests take alone at vLLM. vLLM takes a minute to start, so it stays, idle, while ours is measured, and costs
+us 2 % of a core; ours is not there while vLLM is measured, which its heartbeats would cost 9 % (measured).
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,9 +36,11 @@ from triptych.loadgen.bench.report import Bar, Report
 from triptych.loadgen.bench.runner import BenchFailed, Plan, machine
 from triptych.loadgen.bench.service_counters import heartbeats, service_counters
 from triptych.loadgen.bench.vllm_server import VllmServerOptions, vllm_server
-from triptych.loadgen.replay.conditions import OUTCOMES_FILE, Conditions
+from triptych.loadgen.replay.conditions import OUTCOMES_FILE
+from triptych.loadgen.replay.exchange import client_session
 from triptych.loadgen.replay.open_loop import SendOptions
 from triptych.loadgen.replay.options import ReplayOptions
+from triptych.loadgen.replay.prepare import prepare
 from triptych.loadgen.replay.run import replay
 from triptych.loadgen.replay.slo import CLASSES, Isolated, parse_slos
 from triptych.loadgen.report.results import OutcomesReader
@@ -48,6 +52,8 @@ from triptych.shared.machine import num_cores
 OURS, THEIRS = "triptych", "vllm"
 COLD, WARM = "cold", "warm"
 SLO_FACTOR = 5
+ISOLATED_SPAN_S = 600.0  # of the workload, whose sizes are looked at
+ISOLATED_SEED = 1000  # and all above: contents that nothing measured later has
 MAX_MODEL_LEN = 8192  # chosen: twice the workload's longest prompt
 # Of both servers in all, so that neither has to evict: ours divides them among prefill and decode. Chosen
 KV_CACHE_BYTES = 2 << 30
@@ -71,8 +77,8 @@ class Scale:
 
 
 # Chosen: the whole takes half an hour. Probed rates differ by half, which the rates around the knee span
-FULL = Scale(90.0, 15.0, 30.0, (0.5, 0.75, 1.1, 1.7, 2.5, 3.8, 5.7), AROUND_KNEE)
-QUICK = Scale(15.0, 3.0, 8.0, (1.0,), (1.0,))
+FULL = Scale(90.0, 15.0, 40.0, (0.4, 0.6, 0.9, 1.3, 2.0, 3.0, 4.5), AROUND_KNEE)
+QUICK = Scale(20.0, 4.0, 5.0, (1.0,), (1.0,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +94,7 @@ class ClusterOptions:
 class _Server:
     """urls: of all that counts something, whose names begin with prefix."""
 
+    side: str
     url: str
     urls: Sequence[str]
     prefix: str
@@ -136,13 +143,13 @@ class _ClusterBench:
     counters: dict[str, Mapping[str, int]] = field(default_factory=dict)
 
     async def run(self) -> None:
-        rates = await self._rates()
-        for number, rate in enumerate(rates):
-            sides = {THEIRS: self._vllm, OURS: self._ours}
-            for side in list(sides) if number % 2 else list(sides)[::-1]:
-                self._tell(f"{side}: starting, for {rate:.2f} requests/s ...")
-                async with sides[side]() as server:
-                    await self._measure(side, server, rate)
+        self._tell(f"{THEIRS}: starting ...")
+        async with self._vllm() as theirs:
+            await self._measure_isolated(theirs)
+            for number, rate in enumerate(await self._rates(theirs), 1):
+                for side in (THEIRS, OURS) if number % 2 else (OURS, THEIRS):
+                    async with self._ours() if side == OURS else contextlib.nullcontext(theirs) as server:
+                        await self._measure(server, rate, seed=number)
 
     def figures(self) -> dict[str, float]:
         """As ROW.SIDE; a side has a column for each rate."""
@@ -152,28 +159,36 @@ class _ClusterBench:
             for row, value in flat(figures)
         }
 
-    async def _rates(self) -> Sequence[float]:
-        """Which to measure; what requests take alone is measured on the way."""
-        seeds = iter(range(1000, 2000))  # contents that no other replay has
+    async def _measure_isolated(self, theirs: _Server) -> None:
+        """Of requests of all sizes, by class."""
+        options = self._replay_options(theirs, SendOptions(seed=ISOLATED_SEED))
+        trace = _trace(rows_at(1.0, ISOLATED_SPAN_S, ISOLATED_SEED))
+        async with client_session({}, REQUEST_TIMEOUT_S) as http:
+            self.isolated = (await prepare(http, trace, options, self._tell)).isolated
+        if len(self.isolated) < len(CLASSES):
+            raise BenchFailed("what requests take alone could not be measured")
+
+    async def _rates(self, theirs: _Server) -> Sequence[float]:
+        """Which to measure."""
+        if self.options.rates_per_s:
+            return self.options.rates_per_s
+        seeds = itertools.count(ISOLATED_SEED + 1)
 
         async def attainment(rate: float) -> float:
-            figures = await self._replay(server, rate, self.scale.probe_s, next(seeds))
+            self._tell(f"{THEIRS}: {rate:.2f} requests/s, is that too much? ...")
+            figures = await self._replay(theirs, rate, self.scale.probe_s, next(seeds))
             slo = figures[ALL].slo_own_scaled
             return slo.met if slo is not None else 0.0
 
-        self._tell(f"{THEIRS}: starting, to find its knee ...")
-        async with self._vllm() as server:
-            if self.options.rates_per_s:
-                await attainment(self.options.rates_per_s[0])
-                return self.options.rates_per_s
-            self.knee_per_s = await find_knee(self.scale.probed_per_s, attainment)
+        self.knee_per_s = await find_knee(self.scale.probed_per_s, attainment)
         return [factor * self.knee_per_s for factor in self.scale.around_knee]
 
-    async def _measure(self, side: str, server: _Server, rate: float) -> None:
+    async def _measure(self, server: _Server, rate: float, seed: int) -> None:
+        side = server.side
         for name in (COLD, WARM):
             self._tell(f"{side}: {rate:.2f} requests/s, {name} cache ...")
             before = await server.counters()
-            figures = await self._replay(server, rate, self.scale.duration_s, seed=1, is_warm=name == WARM)
+            figures = await self._replay(server, rate, self.scale.duration_s, seed, is_warm=name == WARM)
             self.found[name, rate, side] = figures
             self.counters[f"{side} {rate:.2f}/s {name}"] = await server.counters() - before
 
@@ -183,16 +198,15 @@ class _ClusterBench:
         rows = rows_at(rate, duration_s, seed)
         kinds = [KNOWN if is_warm and kind == NEW else kind for kind in kinds_of(rows)]
         warm_up_s = min(self.scale.warm_up_s, duration_s / 3)
-        conditions = await self._send(server, rows, SendOptions(seed=seed, warm_up_s=warm_up_s))
+        options = self._replay_options(server, SendOptions(seed=seed, warm_up_s=warm_up_s))
+        conditions = await replay(_trace(rows), options, self.console)
         if conditions.ended != "complete":
             raise BenchFailed(f"a replay did not come to its end: {conditions.message}")
-        if len(conditions.isolated) < len(CLASSES):
-            raise BenchFailed("what requests take alone could not be measured")
-        self.isolated = conditions.isolated
+        self.versions[server.side] = conditions.versions["server"]
         return figures_by_kind(OutcomesReader(self.folder / OUTCOMES_FILE), kinds, conditions)
 
-    async def _send(self, server: _Server, rows: Sequence[TraceRow], send: SendOptions) -> Conditions:
-        options = ReplayOptions(
+    def _replay_options(self, server: _Server, send: SendOptions) -> ReplayOptions:
+        return ReplayOptions(
             target=server.url,
             out=self.folder,
             send=send,
@@ -200,13 +214,12 @@ class _ClusterBench:
             slos=parse_slos([f"ttft={SLO_FACTOR}x,tbt={SLO_FACTOR}x"]),
             isolated=self.isolated,
         )
-        return await replay(Trace(WORKLOAD, "workload", iter(rows), MalformedRows()), options, self.console)
 
     @contextlib.asynccontextmanager
     async def _ours(self) -> AsyncIterator[_Server]:
         async with measured_cluster(self.options.model, _words(OUR_OPTIONS)) as (info, _):
             urls = [beat.http_url for beat in await heartbeats(str(info["nats_url"])) if beat.http_url]
-            yield _Server(str(info["url"]).rstrip("/"), urls, "triptych_")
+            yield _Server(OURS, str(info["url"]).rstrip("/"), urls, "triptych_")
 
     @contextlib.asynccontextmanager
     async def _vllm(self) -> AsyncIterator[_Server]:
@@ -214,7 +227,7 @@ class _ClusterBench:
             self.options.vllm_python, self.options.model.absolute(), KV_CACHE_BYTES, MAX_MODEL_LEN, MAX_IMAGES, num_cores()
         )
         async with vllm_server(options, self.console) as url:
-            yield _Server(url, [url], "vllm:")
+            yield _Server(THEIRS, url, [url], "vllm:")
 
     def _tell(self, line: str) -> None:
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -228,6 +241,10 @@ async def find_knee(rates_per_s: Sequence[float], attainment: Callable[[float], 
             break
         knee = rate
     return knee
+
+
+def _trace(rows: Iterable[TraceRow]) -> Trace:
+    return Trace(WORKLOAD, "workload", iter(rows), MalformedRows())
 
 
 def _words(options: Mapping[str, object]) -> list[str]:
