@@ -37,9 +37,8 @@ def prompt_work(calls: StageCalls, prompt: Prompt, pictures: Pictures, cached: C
 
 def probable_prefill(calls: StageCalls, work: PromptWork) -> InstanceId | None:
     """Where the prompt would go now; None when no instance there could encode as well, so that it makes no difference."""
-    book = calls.parts.book
-    candidates = book.views("prefill")
-    encoders = {view.instance_id for view in book.views("encoder")}
+    candidates = calls.routes.views("prefill")
+    encoders = {view.instance_id for view in calls.routes.views("encoder")}
     if calls.routes.is_coupled or encoders.isdisjoint(view.instance_id for view in candidates):
         return None
     choice = calls.routes.prefill(work)(candidates)
@@ -50,7 +49,7 @@ def overlap_verdict(calls: StageCalls, prompt: ExpandedPrompt, pictures: Picture
     """Whether the prompt goes to prefill before its missing pictures are encoded. All are known."""
     parts, now_s = calls.parts, time.monotonic()
     missing = pictures.missing
-    if not missing or not (candidates := parts.book.views("prefill")):
+    if not missing or not (candidates := calls.routes.views("prefill")):
         return NOTHING_TO_OVERLAP
     pace, num_cached = Pace.of(candidates), cached.num_cached
     likely = min(candidates, key=pace.wait_s)
@@ -76,14 +75,14 @@ def overlap_verdict(calls: StageCalls, prompt: ExpandedPrompt, pictures: Picture
 
 def refuse_if_late(calls: StageCalls, prompt: Prompt, pictures: Pictures, cached: CachedParts) -> None:
     """Before the first attempt begins: what waits already may be too much for the request's target. Raises Overloaded."""
-    book, target_s = calls.parts.book, calls.slack_s()
+    target_s = calls.slack_s()
     if target_s is None or len(calls.record.attempts) > 1:
         return
     work = prompt_work(calls, prompt, pictures, cached)
     num_cached = max(work.prefixes.values(), default=0)
-    stages = [StageWork(book.views("prefill"), work.num_tokens - num_cached)]
+    stages = [StageWork(calls.routes.views("prefill"), work.num_tokens - num_cached)]
     if pictures.need_room:
-        stages.append(StageWork(book.views("encoder"), pictures.num_needed_tokens))
+        stages.append(StageWork(calls.routes.views("encoder"), pictures.num_needed_tokens))
     admission = admit(stages, target_s, calls.parts.limits.longest_slo_ttft_s)
     _log.debug("admission", reason=admission.reason, request_id=calls.request_id)
     if admission.retry_after_s is not None:

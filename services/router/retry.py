@@ -16,6 +16,7 @@ from triptych.services.router.routing import Routes
 from triptych.services.router.stage_calls import StageCalls
 from triptych.services.router.token_streams import Tokens
 from triptych.shared.errors import CACHE_MISS, InstanceLost, InternalError, Overloaded, TriptychError
+from triptych.shared.policies.groups import group_of_request
 
 _log = structlog.get_logger(__name__)
 
@@ -40,7 +41,7 @@ async def run_request(parts: Parts, job: Job, record: RequestRecord) -> AsyncGen
     while True:
         attempt = record.begin_attempt()
         try:
-            calls = StageCalls(parts, record, attempt, Routes(parts.routing), job.terms)
+            calls = StageCalls(parts, record, attempt, Routes(parts.routing, group_of_request(record.num_images)), job.terms)
             async with aclosing(AttemptRun(calls, job, output, trusts_index).tokens()) as pieces:
                 async for piece in pieces:
                     yield piece

@@ -10,6 +10,7 @@ from triptych.services.router.load_book import InstanceView, LoadBook
 from triptych.services.router.record import STAGES
 from triptych.shared.errors import InstanceLost
 from triptych.shared.messages import InstanceId, Role
+from triptych.shared.policies.groups import ANY, Group
 from triptych.shared.policies.policy_set import PolicySet
 from triptych.shared.policies.routing import Choice, ImageWork, PromptWork
 from triptych.shared.policies.sharding import DivisibleImage, Share
@@ -31,10 +32,12 @@ class Routing:
 
 
 class Routes:
-    """Of one attempt. Where stages are coupled they share an instance, the attempt's home, chosen with the first of them."""
+    """Of one attempt, at a request of that group. Where stages are coupled they share an instance, the attempt's home, chosen
+    with the first of them."""
 
-    def __init__(self, routing: Routing) -> None:
+    def __init__(self, routing: Routing, group: Group = ANY) -> None:
         self._routing = routing
+        self._group = group
         self._rules = routing.policies.routing
         self._home: InstanceId | None = None
         self._is_bound = False
@@ -44,17 +47,25 @@ class Routes:
         return bool(self._rules.coupled)
 
     def encoder(self, image: ImageWork) -> Choose:
-        return lambda views: self._rules.encoder(views, image, self._turn("encoder"), self._home_for("encoder", views))
+        return self._in_group(
+            lambda views: self._rules.encoder(views, image, self._turn("encoder"), self._home_for("encoder", views))
+        )
 
     def shares(self, image: DivisibleImage) -> Sequence[Share]:
         """How an image is divided among encoders; none: it stays whole."""
-        return () if self.is_coupled else self._routing.policies.sharding(self._routing.book.views("encoder"), image)
+        return () if self.is_coupled else self._routing.policies.sharding(self.views("encoder"), image)
 
     def prefill(self, prompt: PromptWork) -> Choose:
-        return lambda views: self._rules.prefill(views, prompt, self._turn("prefill"), self._home_for("prefill", views))
+        return self._in_group(
+            lambda views: self._rules.prefill(views, prompt, self._turn("prefill"), self._home_for("prefill", views))
+        )
 
     def decode(self, num_blocks: int, prefill_id: InstanceId) -> Choose:
-        return lambda views: self._rules.decode(views, num_blocks, prefill_id, self._home_for("decode", views))
+        return self._in_group(lambda views: self._rules.decode(views, num_blocks, prefill_id, self._home_for("decode", views)))
+
+    def views(self, stage: Role) -> Sequence[InstanceView]:
+        """Candidates for a stage."""
+        return self._rules.candidates(self._routing.book.views(stage), self._group)
 
     def bind(self, instance_id: InstanceId) -> None:
         """Something of the attempt is at that instance now: if it is the home, it stays that."""
@@ -62,7 +73,10 @@ class Routes:
 
     def may_be_at(self, stage: Role, instance_id: InstanceId) -> bool:
         """Whether that stage of the attempt may be there: anywhere, or only at its home."""
-        return stage not in self._rules.coupled or self._home_for(stage, self._routing.book.views(stage)) == instance_id
+        return stage not in self._rules.coupled or self._home_for(stage, self.views(stage)) == instance_id
+
+    def _in_group(self, choose: Choose) -> Choose:
+        return lambda views: choose(self._rules.candidates(views, self._group))
 
     def _turn(self, name: str) -> int:
         return next(self._routing.turns[name])
@@ -75,7 +89,7 @@ class Routes:
             if self._home not in _ids(self._routing.book.views(stage)):
                 raise InstanceLost("the instance that the request began on is gone", instance_id=self._home or "")
         elif self._home not in _ids(views):
-            by_stage: dict[Role, Sequence[InstanceView]] = {one: self._routing.book.views(one) for one in self._rules.coupled}
+            by_stage: dict[Role, Sequence[InstanceView]] = {one: self.views(one) for one in self._rules.coupled}
             by_stage[stage] = views
             choice = self._rules.home(by_stage, self._turn("home"))
             self._home = choice.instance_id if choice is not None else None

@@ -10,6 +10,7 @@ from triptych.shared.policies.elastic.views import ClusterView, ElasticCosts, Gr
 from triptych.shared.policies.groups import ANY, MULTIMODAL, TEXT, Group
 
 STAGES: tuple[Role, ...] = ("encoder", "prefill", "decode")
+NEGLIGIBLE_PER_S = 1e-6  # chosen: what averages keep of long ago, and too little to divide by
 STAGES_OF: Mapping[Group, tuple[Role, ...]] = {TEXT: ("prefill", "decode"), MULTIMODAL: STAGES}
 
 
@@ -49,7 +50,7 @@ def expected(demand: GroupDemand) -> Rates:
     average, recent = demand.average, demand.recent
     requests = max(average.requests, recent.requests)
     images = max(recent.images, requests * demand.peak_images_per_request)
-    tokens_per_image = average.image_tokens / average.images if average.images else 0.0
+    tokens_per_image = average.image_tokens / average.images if average.images > NEGLIGIBLE_PER_S else 0.0
     return replace(
         average,
         requests=requests,

@@ -29,8 +29,10 @@ class Cluster:
         for name in names:
             self.add(name)
 
-    def add(self, name: str) -> None:
-        beat = Heartbeat(InstanceId(name), name, "instance", "ready", ALL, "", 1.0, "", (), Resources(1, 1, 0, 9, 9))
+    def add(self, name: str, group: str = "") -> None:
+        beat = Heartbeat(
+            InstanceId(name), name, "instance", "ready", ALL, "", 1.0, "", (), Resources(1, 1, 0, 9, 9), group=group
+        )
         self.registry.on_event(beat, time.monotonic())
 
     def lose(self, name: str) -> None:
@@ -103,3 +105,24 @@ def test_attempts_take_turns() -> None:
     apart = Cluster("modserve_decoup", "a", "b")
     assert [apart.encoder(Routes(apart.routing)) for _ in range(3)] == ["a", "b", "a"]
     assert [apart.prefill(Routes(apart.routing)) for _ in range(3)] == ["a", "b", "a"], "each stage by itself"
+
+
+def test_requests_keep_to_their_group_as_long_as_it_has_somebody() -> None:
+    cluster = Cluster("elasticmm")
+    cluster.add("a", "text")
+    cluster.add("b", "multimodal")
+    text, pictures = Routes(cluster.routing, "text"), Routes(cluster.routing, "multimodal")
+    assert (cluster.prefill(text), cluster.prefill(pictures), cluster.encoder(pictures)) == ("a", "b", "b")
+    assert [view.instance_id for view in pictures.views("decode")] == ["b"]
+    assert cluster.prefill(pictures, leave_out=["b"]) == "a", "it has refused: anybody else is better than nobody"
+    cluster.add("0", "")
+    assert cluster.prefill(text) == cluster.prefill(pictures) == "0", "for both"
+    assert cluster.prefill(Routes(Cluster("triptych", "a").routing, "text")) == "0", "sets without groups don't ask"
+
+
+def test_coupled_stages_of_a_group_have_their_home_in_it() -> None:
+    cluster = Cluster("elasticmm_emp")
+    cluster.add("a", "text")
+    cluster.add("b", "multimodal")
+    routes = Routes(cluster.routing, "multimodal")
+    assert (cluster.encoder(routes), cluster.prefill(routes)) == ("b", "b")
