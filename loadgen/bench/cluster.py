@@ -62,6 +62,7 @@ KNEE_ATTAINMENT = 0.9  # DistServe's (arXiv 2401.09670), of the own-scaled SLO
 AROUND_KNEE = (0.75, 1.0, 1.5)  # chosen
 MAX_RATIO = {TEXT: 0.5, KNOWN: 0.5, NEW: 1.1}  # of P99 TTFTs, ours to theirs
 MIN_GOODPUT_RATIO = 1.3
+LEAST_PER_S = 1e-3  # chosen: nobody divides by a goodput of none
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,17 +253,17 @@ def _words(options: Mapping[str, object]) -> list[str]:
 
 
 def _bars(found: Found) -> dict[str, Bar]:
-    """Cold and warm apart: TTFT at each rate, goodput each side's best of all rates."""
+    """TTFT at each rate, cold and warm apart. Goodput is each side's best of all rates, with cold caches: around a knee that
+    was found with those, warm ones leave both sides in time, and the ratio is 1."""
     bars: dict[str, Bar] = {}
-    goodput: dict[tuple[str, str], float] = {}
+    goodput = dict.fromkeys((OURS, THEIRS), 0.0)
     for (name, rate, side), figures in found.items():
-        slo = figures[ALL].slo_own_scaled
-        goodput[name, side] = max(goodput.get((name, side), 0.0), slo.goodput_per_s if slo else 0.0)
+        if name == COLD and (slo := figures[ALL].slo_own_scaled):
+            goodput[side] = max(goodput[side], slo.goodput_per_s)
         for kind in KINDS if side == OURS else ():
             ours, theirs = (figures.get(kind), found[name, rate, THEIRS].get(kind))
             if ours and theirs and ours.ttft_s and theirs.ttft_s:
                 ratio = ours.ttft_s.p99 / theirs.ttft_s.p99
                 bars[f"{name}_{kind}_ttft_p99_ratio_{rate:.2f}/s"] = Bar(ratio, MAX_RATIO[kind], is_most=True)
-    for name in (COLD, WARM):
-        bars[f"{name}_goodput_own_scaled_ratio"] = Bar(goodput[name, OURS] / goodput[name, THEIRS], MIN_GOODPUT_RATIO)
+    bars["cold_goodput_own_scaled_ratio"] = Bar(goodput[OURS] / max(goodput[THEIRS], LEAST_PER_S), MIN_GOODPUT_RATIO)
     return bars
