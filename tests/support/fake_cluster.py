@@ -127,6 +127,7 @@ class Stream:
     token_ids: list[int] = field(default_factory=list)
     last: TokenChunk | None = None
     kv: KvRef | None = None
+    num_moves: int = 0
     num_signs: int = 0
 
     @property
@@ -269,6 +270,7 @@ class FakeCluster:
                 assert chunk.seq == len(stream.token_ids) + 1, f"{chunk} after {len(stream.token_ids)} tokens"
                 stream.token_ids += chunk.token_ids
                 stream.kv = chunk.kv
+                stream.num_moves += chunk.kv is not None
                 stream.last = chunk if chunk.is_last and chunk.kv is None else None
                 stream.num_signs += not chunk.token_ids and not chunk.is_last
         return stream
