@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
-NO_TARGET_SLACK_S = 10.0  # chosen: what nobody set a target for is for somebody who watches a cursor blink
+NO_TARGET_FACTOR = 5.0  # without a target: so many times what it takes alone, as both papers' SLOs are
+NO_TARGET_SLACK_S = 10.0  # and at most this, chosen: nobody watches a cursor blink for longer
 LATE_FACTOR = 4.0  # chosen: who waits longer than this many targets has probably left
 MIN_SLACK_S = 0.5  # chosen: one that arrives too late already makes way for others, too, for LATE_FACTOR of these
 
@@ -43,22 +44,27 @@ def by_slack(items: Sequence[Item], now_s: float) -> list[Item]:
 
     A request must begin work_s before it is due, and as long as it can still be in time, requests go by that last moment. One
     that can't any more makes way for those that can, but not for ever: until LATE_FACTOR times its slack after its arrival.
-    So what arrives after that (`overtaken_until_s`) never overtakes it, however large it is.
+    So what arrives after that (`overtaken_until_s`) never overtakes it, however large it is. Without a target, what is short
+    goes before what is long, for a time: a follow-up that is nearly all cached does not wait for somebody's new document.
     """
     return sorted(items, key=lambda item: _moment_s(item, now_s))
 
 
 def overtaken_until_s(item: Queued) -> float:
     """What arrives later than this is always served after the item."""
-    return item.arrived_at_s + LATE_FACTOR * max(_slack_s(item), MIN_SLACK_S)
+    if item.slack_s is None:
+        return item.arrived_at_s + _untargeted_s(item)
+    return item.arrived_at_s + LATE_FACTOR * max(item.slack_s, MIN_SLACK_S)
 
 
 def _moment_s(item: Queued, now_s: float) -> float:
-    """Never before its arrival: else a large one with little slack would overtake those whose time has come. What has no target
-    counts as no work, so that it is served in order."""
-    begin_s = item.arrived_at_s + _slack_s(item) - (0.0 if item.slack_s is None else item.work_s)
+    """Never before its arrival: else a large one with little slack would overtake those whose time has come."""
+    if item.slack_s is None:
+        return overtaken_until_s(item)
+    begin_s = item.arrived_at_s + item.slack_s - item.work_s
     return max(begin_s, item.arrived_at_s) if begin_s >= now_s else overtaken_until_s(item)
 
 
-def _slack_s(item: Queued) -> float:
-    return NO_TARGET_SLACK_S if item.slack_s is None else item.slack_s
+def _untargeted_s(item: Queued) -> float:
+    """How long after its arrival it should begin."""
+    return min((NO_TARGET_FACTOR - 1.0) * item.work_s, NO_TARGET_SLACK_S)

@@ -39,10 +39,13 @@ def test_who_is_late_makes_way_for_who_is_not() -> None:
     assert names(by_slack([late, Item("b", 3.9, 1.0, 0.1)], 3.9)) == "ab", "but not for ever"
 
 
-def test_without_targets_it_is_fcfs() -> None:
-    items = [Item("b", 2.0, None, 1.0), Item("a", 1.0, None, 9.0), Item("c", 3.0, None, 0.1)]
-    assert names(by_slack(items, 3.0)) == "abc"
-    assert names(by_slack(items, 3.0 + 9 * NO_TARGET_SLACK_S)) == "abc"
+def test_without_targets_short_ones_go_first_for_a_time() -> None:
+    document, follow_up = Item("d", 1.0, None, 2.0), Item("f", 2.0, None, 0.1)
+    assert names(by_slack([document, follow_up], 3.0)) == "fd"
+    assert names(by_slack([document, Item("f", 1.0 + 4 * 2.0 + 0.1, None, 0.0)], 10.0)) == "df"
+    huge = Item("h", 1.0, None, 1000.0)
+    assert names(by_slack([huge, Item("f", 1.0 + NO_TARGET_SLACK_S + 0.1, None, 0.0)], 12.0)) == "hf"
+    assert names(by_slack([Item("b", 2.0, None, 1.0), Item("a", 1.0, None, 1.0)], 3.0)) == "ab", "equal ones in order"
 
 
 items = st.builds(Item, st.just("x"), st.floats(0, 100), st.one_of(st.none(), st.floats(-10, 60)), st.floats(0, 100))
