@@ -286,7 +286,7 @@ async def test_without_a_cache_no_file_is_remembered(start: Start) -> None:
     index = MemoryIndex()
     preprocess = await start(index=index, policy="static")
     for request_id in (R1, R2):
-        await preprocess.upload_and_ask(_png(), request_id, may_skip_decode=True)
+        await preprocess.upload(_png(), request_id, may_skip_decode=True)
         await preprocess.release(request_id)
     assert preprocess.counted() == {"decoded": 2, "identified": 0}
     assert not index._images

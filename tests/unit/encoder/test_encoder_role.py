@@ -189,6 +189,7 @@ async def test_while_the_store_is_full_no_more_images_are_pulled() -> None:
         pixels = await cluster.put_pixels("pre", i, f"r{i}")
         tasks.append(asyncio.create_task(encode_then_release(i, pixels)))
     await until(lambda: host.transport._store._room.num_waiting == 2, "two wait for room")
+    await until(lambda: owner.transport.usage()[2] == 1, "what was pulled is released")
     for _ in range(100):
         await asyncio.sleep(0)
     assert owner.transport.usage()[2] == 1
