@@ -63,10 +63,12 @@ async def test_a_request_that_is_handed_over_says_the_same() -> None:
     ]
     undisturbed = await cluster.generate("p", "d0", requests[0])
     reply = await cluster.prefill("p", requests[1])
+    cluster.compute_at(2.0)  # seconds for the rest: it is not over before it moves
     await cluster.decode("d0", requests[1], reply)
     await until(lambda: len(cluster.stream("r").token_ids) > 3, "it runs")
     await cluster.hand_over("d0")
     await cluster.handed_over("r")
+    cluster.compute_at(FAST)
     num_before = len(cluster.stream("r").token_ids)
     await cluster.go_on("d1", requests[1], reply)
     output = [reply.first_token, *(await cluster.finished("r")).token_ids]
