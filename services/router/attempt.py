@@ -61,7 +61,6 @@ class AttemptRun:
             return
         self._output.append(first.first_token)
         yield _first_tokens(first)  # at once: its way to the client and the hand-over need not wait for each other
-        await asyncio.sleep(0)  # in this turn of the loop its bytes go out
         if first.finish_reason is not None:
             return
         if first.kv is None:
