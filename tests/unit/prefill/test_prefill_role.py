@@ -136,8 +136,8 @@ async def test_a_leased_prompt() -> None:
 
 
 async def test_admission_waits_for_blocks_and_keeps_the_order() -> None:
-    """The second prompt needs more than is free; the third would fit, and still waits its turn."""
-    cluster, host = await start(FakeEngine(8))
+    """The second prompt needs more than is free; the third would fit, and still waits its turn, first come, first served."""
+    cluster, host = await start(FakeEngine(8), policy="elasticmm")
     await cluster.prefill("p", text_request("a", [1] * 20))
     second = asyncio.create_task(cluster.prefill("p", text_request("b", [2] * 16)))
     third = asyncio.create_task(cluster.prefill("p", text_request("c", [3])))
