@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from triptych.loadgen.bench.measured_cluster import measured_cluster
-from triptych.loadgen.bench.policy import GPU, MODEL, NUM_INSTANCES, SEEDS, SLO_FACTOR, Part, PolicyBench, Scale
+from triptych.loadgen.bench.policy import MODEL, SEEDS, Part, PolicyBench, Scale, conditions_of
 from triptych.loadgen.bench.report import Bar, Report
-from triptych.loadgen.bench.runner import BenchFailed, Plan, machine
+from triptych.loadgen.bench.runner import BenchFailed, Plan
 
 DAY, STEADY = "day", "bursts"
 SPLITS = ("split_text_first", "split_equal", "split_multimodal_first")
@@ -80,17 +80,7 @@ async def bench_elastic(plan: Plan) -> Report:
                 moves = Moves.of(await _decisions(str(info["nats_url"])), scale.time_scale)
             of_workloads = ((f"{workload}_{name}", value) for workload, one in found.items() for name, value in one.figures())
             figures |= {f"{name}.{policy}": value for name, value in itertools.chain(of_workloads, moves.figures())}
-    conditions = machine() | {
-        "model": MODEL,
-        "emulated": GPU,
-        "instances": NUM_INSTANCES,
-        "seeds": list(scale.seeds),
-        "rates": {workload: part.rate for workload, part in scale.parts.items()},
-        "time_scale": scale.time_scale,
-        "slo": f"{SLO_FACTOR}x isolated",
-        "quick": plan.is_quick,
-    }
-    return Report("elastic", conditions, figures, {} if plan.is_quick else bars(figures))
+    return Report("elastic", conditions_of(scale, plan), figures, {} if plan.is_quick else bars(figures))
 
 
 async def _decisions(nats_url: str) -> list[dict[str, Any]]:

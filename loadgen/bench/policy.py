@@ -110,7 +110,12 @@ async def bench_policy(plan: Plan) -> Report:
         for workload, of_policy in by_workload.items()
         for name, value in of_policy.figures()
     }
-    conditions = machine() | {
+    return Report("policy", conditions_of(scale, plan), figures, {} if plan.is_quick else _bars(figures))
+
+
+def conditions_of(scale: Scale, plan: Plan) -> dict[str, object]:
+    """What a reader should know of the figures."""
+    return machine() | {
         "model": MODEL,
         "emulated": GPU,
         "instances": NUM_INSTANCES,
@@ -120,7 +125,6 @@ async def bench_policy(plan: Plan) -> Report:
         "slo": f"{SLO_FACTOR}x isolated",
         "quick": plan.is_quick,
     }
-    return Report("policy", conditions, figures, {} if plan.is_quick else _bars(figures))
 
 
 class PolicyBench:

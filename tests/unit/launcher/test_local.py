@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 
+from support.fake_child import Child
 from triptych.services.launcher import local
 from triptych.services.launcher.child import ChildSpec
 from triptych.services.launcher.child_log import ChildLog
@@ -35,26 +36,6 @@ class Bus:
         self.told.append(cast(Lost, event))
 
 
-class Child:
-    """A process that ends when the test says so."""
-
-    pid = 1
-
-    def __init__(self) -> None:
-        self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-
-    @property
-    def is_running(self) -> bool:
-        return not self.ended.done()
-
-    async def wait(self) -> int:
-        return await asyncio.shield(self.ended)
-
-    async def stop(self, timeout_s: float) -> None:
-        if self.is_running:
-            self.ended.set_result(0)
-
-
 class Run:
     """A launcher with one slot. may_start: processes take until then to be started."""
 
@@ -71,7 +52,7 @@ class Run:
         self.is_starting = True
         await self.may_start.wait()
         self.is_starting = False
-        self.children.append(Child())
+        self.children.append(Child(spec))
         return self.children[-1]
 
     async def start(self) -> None:

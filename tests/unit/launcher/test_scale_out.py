@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 
+from support.fake_child import Child
 from triptych.services.launcher import local
 from triptych.services.launcher.child import ChildSpec
 from triptych.services.launcher.child_log import ChildLog
@@ -28,27 +29,6 @@ class Bus:
 
     async def publish_event(self, subject: str, event: Event) -> None:
         """Losses: not looked at here."""
-
-
-class Child:
-    """A process that ends when the test says so."""
-
-    pid = 1
-
-    def __init__(self, spec: ChildSpec) -> None:
-        self.spec = spec
-        self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-
-    @property
-    def is_running(self) -> bool:
-        return not self.ended.done()
-
-    async def wait(self) -> int:
-        return await asyncio.shield(self.ended)
-
-    async def stop(self, timeout_s: float) -> None:
-        if self.is_running:
-            self.ended.set_result(0)
 
 
 class Run:
