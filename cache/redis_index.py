@@ -37,7 +37,8 @@ MAX_HINTS = 20_000  # chosen: about 5 MB
 HINT_DELAY_S = 0.005  # chosen: so long the process that has a hint may be busy with the answer that it comes from
 BATCH_SIZE = 512  # chosen: hints in one script, which holds up the server for about a millisecond
 
-FAULTS = (RedisError, OSError, TimeoutError, msgspec.DecodeError, ValueError)  # the last: what answers there is no Redis
+# RuntimeError: uvloop's word for a connection that was reset while it lay idle. ValueError: what answers is no Redis.
+FAULTS = (RedisError, OSError, TimeoutError, msgspec.DecodeError, RuntimeError, ValueError)
 
 _Answer = tuple[list[tuple[InstanceId, int]], list[tuple[InstanceId, ...]]]
 _Fact = tuple[InstanceId, Kind, bytes]
@@ -204,7 +205,8 @@ def _connect(url: str) -> Redis:
             timeout=HINTS_TIMEOUT_S,
             socket_timeout=HINTS_TIMEOUT_S,
             socket_connect_timeout=HINTS_TIMEOUT_S,
-            retry=Retry(NoBackoff(), 1),  # a connection from before the server's restart
+            retry=Retry(NoBackoff(), 1),  # a connection from before the server's restart, or that a firewall has reset
+            retry_on_error=[RuntimeError],
             protocol=2,  # has all that is used, and one round trip less to connect
         )
     except ValueError as error:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import signal
+import socket
+import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
+import uvloop
 from blake3 import blake3
 from redis.asyncio import Redis
 
@@ -261,6 +266,73 @@ async def test_an_answer_that_comes_too_late_is_nobody_else_s(
     lengths = range(11)
     found = await asyncio.gather(*(shared.lookup(BLOCKS[:length], []) for length in lengths))
     assert found == [Found({ONE: length} if length else {}) for length in lengths]
+
+
+class Resetting:
+    """Between an index and its server: `reset` is what a load balancer does to connections that lie idle."""
+
+    def __init__(self, server: OwnValkey) -> None:
+        self._target = urlsplit(server.url)
+        self._writers: list[asyncio.StreamWriter] = []
+
+    async def listen(self) -> str:
+        """Its address, in place of the server's."""
+        self._listener = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        port = self._listener.sockets[0].getsockname()[1]
+        return self._target._replace(netloc=f":{self._target.password}@127.0.0.1:{port}").geturl()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.append(writer)
+        to_reader, to_writer = await asyncio.open_connection(self._target.hostname, self._target.port)
+        with contextlib.suppress(OSError, RuntimeError):
+            await asyncio.gather(_forward(reader, to_writer), _forward(to_reader, writer))
+
+    def reset(self) -> int:
+        """How many there were."""
+        writers, self._writers = self._writers, []
+        for writer in writers:
+            at_once = struct.pack("ii", 1, 0)
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
+            writer.transport.abort()
+        return len(writers)
+
+    async def close(self) -> None:
+        self._listener.close()
+        self.reset()
+
+
+async def _forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(1 << 16):
+        writer.write(data)
+    writer.close()
+
+
+def test_connections_that_are_reset_while_idle(tmp_path: Path) -> None:
+    """On the services' event loop, which has a word of its own for that."""
+
+    async def run() -> None:
+        server = await OwnValkey.start(tmp_path)
+        between = Resetting(server)
+        index = RedisIndex(await between.listen(), REVISION, 600)
+
+        async def are_lost() -> bool:
+            idle = index._redis.connection_pool._available_connections
+            return all(one._reader is None or one._reader.exception() is not None for one in idle)
+
+        try:
+            for length in range(1, 5):
+                index.hold(ONE, "kv", BLOCKS[:length])
+                await until_found(index, Found({ONE: length}))
+                assert between.reset() > 0
+                await until(are_lost)
+                assert (await index.lookup(BLOCKS, IMAGES)).prefixes == {ONE: length}, "asked again, over another connection"
+            assert index.counters.num_failures == 0
+        finally:
+            await index.close()
+            await between.close()
+            server.stop()
+
+    uvloop.run(run())
 
 
 async def test_a_full_server_is_still_asked(shared: RedisIndex, client: Redis) -> None:
