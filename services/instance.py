@@ -83,6 +83,8 @@ class InstanceService:
         self._thread: EngineCalls = self._emulated or EngineThread()
         self._tasks = RequestTasks()
         self._group = settings.group
+        self._names: tuple[Role, ...] = ()
+        self._takes_follow_ups = False
         self._roles = RoleSet(lambda role: _make_role(role, self._context))
         self._frame: ServiceContext
         self._context: HostContext
@@ -99,7 +101,8 @@ class InstanceService:
         self._frame = context
         self._tasks.has_ended = context.registry.has_ended
         self._context = await self._open()
-        await self._roles.switch(self._initial_roles, 0.0)
+        self._context.metrics.is_checked.set_function(lambda: self._num_handled == self._num_handled_when_checked)
+        await self._have_roles(self._initial_roles, 0.0)
         for work in (self._keep_house(), self._close_when_draining()):
             self._housekeeping.append(asyncio.create_task(work, name="instance housekeeping"))
 
@@ -160,12 +163,22 @@ class InstanceService:
             raise _no_such_work()
         if self._emulated is not None:
             check_switch(self._settings, self._initial_roles, request.roles)
-        await self._roles.switch(request.roles, request.timeout_s)
+        await self._have_roles(request.roles, request.timeout_s)
         self._group = request.group
         await self._frame.announce()
         seconds = time.monotonic() - began_s
         _log.info("roles switched", roles=request.roles, group=request.group, seconds=round(seconds, 4))
         return SwitchReply(seconds)
+
+    async def _have_roles(self, names: tuple[Role, ...], timeout_s: float) -> None:
+        """Who only decodes also computes the end of prompts of which most is here; the prefill role is not told of then."""
+        max_tokens = self._context.policies.routing.follow_ups.max_tokens
+        is_host = max_tokens > 0 and "prefill" not in names and "decode" in names and not self._context.engine.attends_to_all
+        await self._roles.switch((*names, "prefill") if is_host else names, timeout_s)
+        self._names, self._takes_follow_ups = names, is_host
+        prefill = self._roles.get("prefill")
+        if isinstance(prefill, PrefillRole):
+            prefill.take_at_most(max_tokens if is_host else None)
 
     def _role(self, name: Role) -> StageRole:
         role = self._roles.get(name)
@@ -192,10 +205,11 @@ class InstanceService:
         return Report(
             loads=tuple(role.load() for role in self._roles.all()),
             resources=resources_of(self._context),
-            roles=self._roles.names,
+            roles=self._names,
             model=model_card_of(self._context),
             transport=self._context.transport.address,
             group=self._group,
+            takes_follow_ups=self._takes_follow_ups,
         )
 
     async def stop(self) -> None:

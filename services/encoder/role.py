@@ -140,6 +140,7 @@ class EncoderRole:
                     pull_began_s = time.monotonic()
                     job.pixels = await self._context.pull(pixels, release=is_whole)
                     job.transfer_s = time.monotonic() - pull_began_s
+                self._context.metrics.pixel_transfers.inc()
                 self._batch.add(job)
                 self._loop.wake()
                 await asyncio.Event().wait()

@@ -101,7 +101,6 @@ class PreprocessService:
             case PreprocessRequest():
                 return await self._asked(request)
             case PullRequest():
-                self._metrics.on_pull(request)
                 return await self._transport.on_pull(request)
             case PullDone():
                 self._transport.on_pull_done(request)

@@ -1,12 +1,8 @@
-"""What the cache of known files saves, as Prometheus counters: pictures decoded, only identified, and pixels pulled."""
+"""What the cache of known files saves, as Prometheus counters: pictures decoded, and only identified."""
 
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter
-
-from triptych.shared.messages import PullRequest
-
-NUM_PIXEL_DIMS = 3  # height, width, channel; long prompts, the other tensors here, have one
 
 
 class PreprocessMetrics:
@@ -17,9 +13,3 @@ class PreprocessMetrics:
         self.identified = Counter(
             "triptych_pictures_identified", "pictures known by their file, not decoded", registry=registry
         )
-        self._pixel_transfers = Counter("triptych_pixel_transfers", "pictures whose pixels were pulled", registry=registry)
-
-    def on_pull(self, request: PullRequest) -> None:
-        """Count a pull of pixels."""
-        if len(request.shape) == NUM_PIXEL_DIMS:
-            self._pixel_transfers.inc()

@@ -18,7 +18,7 @@ from triptych.services.host_context import HostContext
 from triptych.services.instance import InstanceService
 from triptych.services.instance_parts import integrity_error
 from triptych.shared.bus import Bus
-from triptych.shared.errors import DeadlineExceeded, InstanceLost, TriptychError
+from triptych.shared.errors import DeadlineExceeded, InstanceLost, TriptychError, from_wire
 from triptych.shared.image_info import ImageInfo
 from triptych.shared.instance_info import Resources
 from triptych.shared.messages import (
@@ -112,8 +112,8 @@ class FakeHost(InstanceService):
 
     @property
     def role(self) -> Any:
-        [role] = self._roles.all()
-        return role
+        [name] = self._names
+        return self._roles.get(name)
 
     @property
     def transport(self) -> Any:
@@ -165,7 +165,7 @@ class FakeCluster:
         resources = report.resources or Resources(0, 0)
         heartbeat = Heartbeat(
             instance_id, instance_id, "instance", "ready", report.roles, "", 1.0, "", report.loads, resources,
-            report.model, report.transport,
+            report.model, report.transport, takes_follow_ups=report.takes_follow_ups,
         )  # fmt: skip
         self.registry.on_event(heartbeat, time.monotonic())
 
@@ -286,7 +286,8 @@ class FakeCluster:
             return [reply.first_token] if reply.finish_reason != "stop" else []
         await self.decode(decode, request, reply)
         stream = await self.finished(request.request_id)
-        assert stream.error_code is None, stream.last
+        if stream.last is not None and stream.last.error is not None:
+            raise from_wire(stream.last.error)
         return [reply.first_token, *stream.token_ids]
 
 

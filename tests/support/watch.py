@@ -94,12 +94,26 @@ class Watch:
 
     async def check_integrity(self) -> None:
         """No instance has ever found a KV block that nobody accounts for."""
+        for name, failures in (await self._of_instances("triptych_kv_integrity_failures_total")).items():
+            assert failures == 0, f"{name} lost count of its KV blocks"
+
+    async def until_checked(self, within_s: float = 15.0) -> None:
+        """`check_integrity`, once all instances have looked since they were last at work: some seconds after that."""
+        async with asyncio.timeout(within_s):
+            while not all((await self._of_instances("triptych_kv_integrity_checked")).values()):  # noqa: ASYNC110 - their state
+                await asyncio.sleep(0.2)  # how often it is asked
+        await self.check_integrity()
+
+    async def _of_instances(self, metric: str) -> dict[str, float]:
+        """Its value at each that lives."""
+        values = {}
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(10), trust_env=False) as http:
             for beat in [beat for beat in self.living().values() if beat.service == "instance"]:
                 async with http.get(f"{beat.http_url}/metrics") as response:
-                    found = re.search(r"^triptych_kv_integrity_failures_total (\S+)$", await response.text(), re.MULTILINE)
-                assert found is not None, f"{beat.instance_id} has no such metric"
-                assert float(found[1]) == 0, f"{beat.instance_id} lost count of its KV blocks"
+                    found = re.search(rf"^{metric} (\S+)$", await response.text(), re.MULTILINE)
+                assert found is not None, f"{beat.instance_id} has no {metric}"
+                values[beat.instance_id] = float(found[1])
+        return values
 
 
 def is_complete(beats: dict[str, Heartbeat]) -> bool:

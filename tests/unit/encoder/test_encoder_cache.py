@@ -35,6 +35,7 @@ async def test_a_picture_is_encoded_once() -> None:
     assert [reply.is_cached for reply in replies] == [False, True, True]
     assert host.engine.encodes == [1]
     assert host._context.metrics.images._value.get() == 1
+    assert host._context.metrics.pixel_transfers._value.get() == 1
     for reply in replies:
         assert host.transport.get(reply.embeddings).tolist() == expected(7), "ours, without a copy"
         assert (await prefill._context.pull(reply.embeddings)).tolist() == expected(7), "a peer's copy"

@@ -288,6 +288,9 @@ async def test_blocks_that_nobody_owns_are_noticed_when_idle(monkeypatch: pytest
     cluster, host = await start()
     lost = host.pool.allocate(2)
     await cluster.prefill("p", text_request("r", [1], 1))
-    await until(lambda: host._context.metrics.integrity_failures._value.get() == 1, "the check told of it")
+    metrics = host._context.metrics
+    assert metrics.is_checked.collect()[0].samples[0].value == 0
+    await until(lambda: metrics.integrity_failures._value.get() == 1, "the check told of it")
+    assert metrics.is_checked.collect()[0].samples[0].value == 1
     host.pool.free(lost)
     await cluster.stop(is_clean=False)
