@@ -82,6 +82,13 @@ class HostContext:
         except DeadlineExceeded:
             raise InstanceLost("a tensor transfer took too long", instance_id=ref.owner, code="transfer_timeout") from None
 
+    async def pull_kv(self, ref: TensorRef) -> torch.Tensor:
+        """The same of KV, which is counted where it moves."""
+        tensor = await self.pull(ref)
+        if ref.owner != self.instance_id:
+            self.metrics.kv_bytes_moved.inc(ref.num_bytes)
+        return tensor
+
     def drop(self, ref: TensorRef) -> None:
         """After `pull`: release the tensor when it is our own."""
         if ref.owner == self.instance_id:

@@ -323,7 +323,8 @@ class TokenBatch(Message, frozen=True):
 
 class Heartbeat(Message, frozen=True):
     """Published every heartbeat_interval_s by every process; the registry is nothing but the recent ones. demand: a
-    router's, by group of requests. group: of an instance, whose requests it is for; "": anybody's (policies/groups.py)."""
+    router's, by group of requests. group: of an instance, whose requests it is for; "": anybody's (policies/groups.py).
+    takes_follow_ups: it has no prefill role, and computes prompts of which it holds most (policies/follow_ups.py)."""
 
     instance_id: InstanceId
     name: str
@@ -339,6 +340,7 @@ class Heartbeat(Message, frozen=True):
     transport: TransportAddress | None = None
     demand: dict[str, Demand] = {}
     group: str = ""
+    takes_follow_ups: bool = False
 
 
 class Lost(Message, frozen=True):

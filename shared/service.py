@@ -285,4 +285,5 @@ class ServiceHost:
             transport=report.transport,
             demand=report.demand,
             group=report.group,
+            takes_follow_ups=report.takes_follow_ups,
         )

@@ -29,6 +29,7 @@ class Report:
     transport: TransportAddress | None = None
     demand: dict[str, Demand] = field(default_factory=dict)
     group: str = ""
+    takes_follow_ups: bool = False
 
 
 async def _unheard() -> None:

@@ -158,7 +158,7 @@ class DecodeRole:
                     self._on_leased(job, kv)  # whoever goes on with it finds its KV where it is
                     return
                 began_s = time.monotonic()
-                job.kv = await self._context.pull(kv.tensor)
+                job.kv = await self._context.pull_kv(kv.tensor)
                 self._context.drop(kv.tensor)
                 job.transfer_s = time.monotonic() - began_s
             self._enqueue(job)

@@ -22,7 +22,7 @@ from triptych.shared.policies.batching import chunk_sizes
 
 
 class PrefillBatch:
-    """See the module's docstring. rate: of computing prompts."""
+    """See the module's docstring. rate: of computing prompts. max_tokens: of one step."""
 
     def __init__(self, context: HostContext) -> None:
         self._context = context
@@ -30,6 +30,7 @@ class PrefillBatch:
         self._waiting: list[PrefillJob] = []
         self._running: list[PrefillJob] = []
         self.rate = Rate()
+        self.max_tokens = context.settings.max_prefill_tokens
 
     @property
     def num_running(self) -> int:
@@ -58,7 +59,7 @@ class PrefillBatch:
             self._catch_up(job)
         jobs = self.in_order(self._running)
         num_ready = [job.num_ready(job.sequence.num_computed_tokens, self._attends_to_all) for job in jobs]
-        sizes = chunk_sizes(num_ready, self._context.settings.max_prefill_tokens)
+        sizes = chunk_sizes(num_ready, self.max_tokens)
         batch = [(job, size) for job, size in zip(jobs, sizes, strict=True) if size > 0]
         if not batch:
             return False

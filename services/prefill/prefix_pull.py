@@ -29,7 +29,7 @@ async def pull_prefix(context: HostContext, request: PrefillRequest, keys: list[
         reply = await context.ask(source.instance_id, blocks, min(lease_s, ANSWER_TIMEOUT_S))
         if not isinstance(reply, BlocksReply) or reply.kv is None or not _fits(context, reply, len(asked) - num_held):
             return None
-        tensor = await context.pull(reply.kv)
+        tensor = await context.pull_kv(reply.kv)
         context.metrics.kv_pulls.inc()
         return PulledBlocks(num_held, num_held + reply.num_blocks, tensor)
     except TriptychError as error:

@@ -19,7 +19,7 @@ from triptych.shared.budget import Budget
 from triptych.shared.engine.api import Sequence
 from triptych.shared.engine.loop import StepLoop
 from triptych.shared.engine.role import LEASE_GRACE_S, MAX_PULLS, Intake, deadline, given_up, settle
-from triptych.shared.errors import CACHE_MISS, InstanceLost, InternalError
+from triptych.shared.errors import CACHE_MISS, InstanceLost, InternalError, Overloaded
 from triptych.shared.instance_info import StageLoad
 from triptych.shared.messages import (
     Accepted,
@@ -47,6 +47,7 @@ class PrefillRole:
         self._pulls = asyncio.Semaphore(MAX_PULLS)
         self._loop = StepLoop("prefill", self._batch.step, self._batch.fail_all)
         self._jobs: dict[RequestId, PrefillJob] = {}
+        self._max_new_tokens: int | None = None
 
     async def start(self) -> None:
         self._context.kv.on_freed(self._loop.wake)
@@ -58,6 +59,12 @@ class PrefillRole:
 
     def close_intake(self) -> None:
         self._intake.is_open = False
+
+    def take_at_most(self, num_tokens: int | None) -> None:
+        """From now on only prompts of which all but so many tokens are cached here, and no more tokens in a step, for decode
+        waits for it; None: all prompts."""
+        self._max_new_tokens, limit = num_tokens, self._context.settings.max_prefill_tokens
+        self._batch.max_tokens = limit if num_tokens is None else min(num_tokens, limit)
 
     def is_idle(self) -> bool:
         return not self._jobs and self._batch.is_empty() and not self._loop.is_stepping
@@ -128,6 +135,7 @@ class PrefillRole:
             job.pulled = await pull_prefix(context, request, job.cacheable_keys, num_held)
             num_cached_blocks = num_held if job.pulled is None else job.pulled.end
             job.num_cached_tokens = num_cached_blocks * context.engine.block_size
+            self._check_follow_up(job)
             job.inputs.want(job.num_cached_tokens)
             await job.inputs.here()
             transfer_s += time.monotonic() - pull_began_s
@@ -139,6 +147,15 @@ class PrefillRole:
         queued_s = begun_at_s - job.arrived_at_s - transfer_s
         spent = StageTime("prefill", context.instance_id, queued_s, transfer_s, now_s - begun_at_s)
         return await self._reply(request, job, first_token, spent)
+
+    def _check_follow_up(self, job: PrefillJob) -> None:
+        """Raises Overloaded when only follow-ups are taken and that is none: what the router was told of is not here."""
+        if self._max_new_tokens is None:
+            return
+        if job.num_pending_tokens > self._max_new_tokens:
+            self._context.prefixes.note_stale(job.cacheable_keys)
+            raise Overloaded("this instance only takes prompts of which it holds most", code="stage_unavailable")
+        self._context.metrics.follow_ups.inc()
 
     async def _token_ids(self, request: PrefillRequest) -> list[int]:
         ref = request.prompt.leased

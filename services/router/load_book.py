@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
@@ -89,6 +89,12 @@ class LoadBook:
             for beat in self.instances(stage)
             if beat.instance_id not in leave_out and not self._is_suspect(beat)
         ]
+
+    def hosts(self, instance_ids: Iterable[InstanceId]) -> list[InstanceView]:
+        """Those of these instances that take only follow-ups, as candidates to compute the end of a prompt."""
+        beats = filter(None, map(self._registry.get, instance_ids))
+        able = [beat for beat in beats if beat.takes_follow_ups and beat.state == "ready"]
+        return [self._view(beat, "prefill") for beat in able if not self._is_suspect(beat)]
 
     @contextmanager
     def hold(self, instance_id: InstanceId, stage: Stage, num_tokens: int) -> Iterator[None]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from triptych.services.router.load_book import InstanceView, LoadBook
 from triptych.services.router.record import STAGES
 from triptych.shared.errors import InstanceLost
 from triptych.shared.messages import InstanceId, Role
+from triptych.shared.policies.follow_ups import NO_HOSTS, Hosts
 from triptych.shared.policies.groups import ANY, Group
 from triptych.shared.policies.policy_set import PolicySet
 from triptych.shared.policies.routing import Choice, ImageWork, PromptWork
@@ -56,9 +57,15 @@ class Routes:
         return () if self.is_coupled else self._routing.policies.sharding(self.views("encoder"), image)
 
     def prefill(self, prompt: PromptWork) -> Choose:
-        return self._in_group(
-            lambda views: self._rules.prefill(views, prompt, self._turn("prefill"), self._home_for("prefill", views))
-        )
+        tried: set[InstanceId] = set()
+
+        def choose(views: Sequence[InstanceView]) -> Choice | None:
+            turn, home = self._turn("prefill"), self._home_for("prefill", views)
+            choice = self._rules.prefill(views, prompt, turn, home, self._hosts(prompt, tried))
+            tried.update(() if choice is None else (choice.instance_id,))  # it will not be better there in a moment
+            return choice
+
+        return self._in_group(choose)
 
     def decode(self, num_blocks: int, prefill_id: InstanceId) -> Choose:
         return self._in_group(lambda views: self._rules.decode(views, num_blocks, prefill_id, self._home_for("decode", views)))
@@ -74,6 +81,13 @@ class Routes:
     def may_be_at(self, stage: Role, instance_id: InstanceId) -> bool:
         """Whether that stage of the attempt may be there: anywhere, or only at its home."""
         return stage not in self._rules.coupled or self._home_for(stage, self.views(stage)) == instance_id
+
+    def _hosts(self, prompt: PromptWork, tried: Collection[InstanceId]) -> Hosts:
+        """Who may go on with it as a follow-up."""
+        holders = [holder for holder in self._rules.follow_ups.holders(prompt) if holder not in tried]
+        if not (hosts := self._routing.book.hosts(holders)):
+            return NO_HOSTS
+        return Hosts(self._rules.candidates(hosts, self._group), self._routing.book.views("decode"))
 
     def _in_group(self, choose: Choose) -> Choose:
         return lambda views: choose(self._rules.candidates(views, self._group))

@@ -61,16 +61,22 @@ class PromptWork:
     kv_costs: TransferCosts | None = None
     saved_s: Mapping[InstanceId, float] = field(default_factory=dict)
 
+    def num_usable(self, holder: InstanceId) -> int:
+        """Tokens that need no computing where that holder's KV is."""
+        return max(0, min(self.prefixes.get(holder, 0), self.num_tokens - 1))
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     """The chosen instance, and why, in words for logs and traces. num_cached_tokens: of the work, that need no computing
-    there. pull_from: the peer that holds them, when they are to be pulled."""
+    there. pull_from: the peer that holds them, when they are to be pulled. cost_s: of a prompt, its first token from now, and
+    what others wait for it."""
 
     instance_id: InstanceId
     reason: str
     num_cached_tokens: int = 0
     pull_from: InstanceId | None = None
+    cost_s: float = 0.0
 
 
 def choose_preprocess(candidates: Sequence[StageView]) -> Choice | None:
@@ -113,8 +119,9 @@ def choose_prefill(candidates: Sequence[StageView], prompt: PromptWork) -> Choic
         return None
     pace = Pace.of(candidates)
     plans = [_plan(view, prompt, pace) for view in _with_room(candidates, prompt.num_blocks)]
-    best = min(plans, key=lambda plan: (plan.first_token_s + plan.disturbs_s, *_tie(plan.view)))
-    return Choice(best.view.instance_id, best.reason(len(candidates)), best.num_cached_tokens, best.pull_from)
+    best = min(plans, key=lambda plan: (plan.cost_s, *_tie(plan.view)))
+    reason = best.reason(len(candidates))
+    return Choice(best.view.instance_id, reason, best.num_cached_tokens, best.pull_from, best.cost_s)
 
 
 def choose_decode(candidates: Sequence[StageView], num_blocks: int, prefill_id: InstanceId) -> Choice | None:
@@ -150,6 +157,10 @@ class _Plan:
     num_cached_tokens: int
     pull_from: InstanceId | None
 
+    @property
+    def cost_s(self) -> float:
+        return self.first_token_s + self.disturbs_s
+
     def reason(self, num_candidates: int) -> str:
         cached = f", {self.num_cached_tokens} cached" if self.num_cached_tokens else ""
         pulled = f", pulled from {self.pull_from}" if self.pull_from else ""
@@ -160,10 +171,10 @@ class _Plan:
 def _plan(view: StageView, prompt: PromptWork, pace: Pace) -> _Plan:
     """With its own cached KV, or with a peer's longer one where pulling is quicker than computing."""
     tokens_per_s = pace.at(view)
-    num_cached, pull_from, pull_s = _usable(prompt, view.instance_id), None, 0.0
+    num_cached, pull_from, pull_s = prompt.num_usable(view.instance_id), None, 0.0
     if prompt.kv_costs is not None and prompt.prefixes:
         peer = max(sorted(prompt.prefixes), key=lambda holder: prompt.prefixes[holder])
-        num_more = _usable(prompt, peer) - num_cached
+        num_more = prompt.num_usable(peer) - num_cached
         peer_s = prompt.kv_costs.transfer_s(num_more)
         if num_more > 0 and peer_s < num_more / tokens_per_s:
             num_cached, pull_from, pull_s = num_cached + num_more, peer, peer_s
@@ -171,10 +182,6 @@ def _plan(view: StageView, prompt: PromptWork, pace: Pace) -> _Plan:
     first_token_s = pace.wait_s(view) + own_s + pull_s - prompt.saved_s.get(view.instance_id, 0.0)
     disturbs_s = max(own_s, MIN_DISTURBED_S) if view.encoded_ago_s < CALM_S else 0.0
     return _Plan(view, first_token_s, disturbs_s, num_cached, pull_from)
-
-
-def _usable(prompt: PromptWork, holder: InstanceId) -> int:
-    return max(0, min(prompt.prefixes.get(holder, 0), prompt.num_tokens - 1))
 
 
 def _with_room(candidates: Sequence[View], num_blocks: int) -> Sequence[View]:

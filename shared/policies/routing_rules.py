@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from triptych.shared.messages import InstanceId, Role
+from triptych.shared.policies.follow_ups import NEVER, NO_HOSTS, FollowUps, Hosts
 from triptych.shared.policies.groups import Group, Grouped, of_group
 from triptych.shared.policies.pace import Pace
 from triptych.shared.policies.routing import (
@@ -33,7 +34,8 @@ NO_STAGE: frozenset[Role] = frozenset()
 class RoutingRules:
     """coupled: the stages of a request that all go to one instance, its home, which is chosen before the first of them. The
     other stages are chosen when their inputs are there (late binding). is_in_turn: round robin, where load does not count.
-    has_groups: requests keep to the instances of their group, as long as it has some for a stage.
+    has_groups: requests keep to the instances of their group, as long as it has some for a stage. follow_ups: when a prompt is
+    computed where an instance that only decodes holds most of it.
 
     turn: the caller's count of such choices up to now. home: of the request; None where nothing is coupled.
     """
@@ -41,6 +43,7 @@ class RoutingRules:
     coupled: frozenset[Role] = NO_STAGE
     is_in_turn: bool = False
     has_groups: bool = False
+    follow_ups: FollowUps = NEVER
 
     def candidates(self, views: Sequence[InGroup], group: Group) -> Sequence[InGroup]:
         """Of a stage's instances those that a request of that group may go to."""
@@ -72,14 +75,20 @@ class RoutingRules:
         return in_turn(at_home, turn) if self._goes_round("encoder") else choose_encoder(at_home, image)
 
     def prefill(
-        self, candidates: Sequence[StageView], prompt: PromptWork, turn: int, home: InstanceId | None = None
+        self,
+        candidates: Sequence[StageView],
+        prompt: PromptWork,
+        turn: int,
+        home: InstanceId | None = None,
+        hosts: Hosts = NO_HOSTS,
     ) -> Choice | None:
         """Who computes a prompt, and with whose KV. Coupled servers share none."""
         if self._goes_round("prefill"):
             return in_turn(candidates, turn)
         if "prefill" in self.coupled:
             prompt = replace(prompt, kv_costs=None)
-        return choose_prefill(self._at_home("prefill", candidates, home), prompt)
+        choice = choose_prefill(self._at_home("prefill", candidates, home), prompt)
+        return self.follow_ups.choose(hosts, prompt, candidates, choice) or choice
 
     def decode(
         self, candidates: Sequence[StageView], num_blocks: int, prefill_id: InstanceId, home: InstanceId | None = None

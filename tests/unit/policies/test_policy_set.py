@@ -30,6 +30,7 @@ def test_the_names_and_what_a_wrong_one_says() -> None:
         "triptych_barrier",
         "triptych_undivided",
         "triptych_uncached",
+        "triptych_handed_over",
         "triptych_fixed",
     ]
     with pytest.raises(BadRequest, match=r"no policy 'modserv' \(did you mean modserve\?\); there are monolith_rr, .*triptych"):
