@@ -7,6 +7,7 @@ and for decode, which are then measured in turn with those of the others.
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -64,6 +65,7 @@ class Variant:
     async def measure(self, case: Case, seed: int) -> dict[str, float]:
         """Tokens/s by phase."""
         torch.set_num_threads(self.num_threads)
+        gc.collect()  # outputs of transformers hold each other and their caches: gigabytes that few objects tell the collector
         timing = await self.side.run(case, seed)
         num_decoded = case.batch_size * (case.num_output_tokens - 1)
         return {
