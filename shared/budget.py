@@ -14,6 +14,9 @@ class Budget(Generic[T]):
     """At most `capacity` units are held at once. Whoever is first in the order is not overtaken by those who want less, so that
     large amounts starve only where the order lets them. An amount over the capacity waits until it is alone.
 
+    Who holds something may want more (`add`). That goes before those who hold nothing, and where there is no room for it one
+    holder at a time gets more than there is: else holders would wait for each other.
+
     Args:
         capacity: units, more than 0.
         order: of those who wait; they are given in the order in which they came, which is the default.
@@ -23,6 +26,9 @@ class Budget(Generic[T]):
         self.capacity = capacity
         self.num_held = 0
         self._order = order
+        self._held: dict[T, int] = {}
+        self._over: T | None = None
+        self._adding: dict[asyncio.Future[None], tuple[T, int]] = {}
         self._waiting: dict[T, tuple[int, asyncio.Future[None]]] = {}
 
     @asynccontextmanager
@@ -32,11 +38,25 @@ class Budget(Generic[T]):
         amount = min(amount, self.capacity)
         if amount > 0:
             await self._acquire(amount, holder)
+        self._held[holder] = amount
         try:
             yield
         finally:
-            self.num_held -= amount
+            self.num_held -= self._held.pop(holder)
+            if self._over is holder:
+                self._over = None
             self._give()
+
+    async def add(self, amount: int, holder: T) -> None:
+        """As much more for one that is inside its `hold`, waiting for it; it goes back with the rest."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._adding[future] = holder, amount
+        self._give()
+        try:
+            await future
+        finally:
+            if self._adding.pop(future, None) is not None:
+                self._give()
 
     async def _acquire(self, amount: int, holder: T) -> None:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -52,7 +72,7 @@ class Budget(Generic[T]):
             raise
 
     def _give(self) -> None:
-        if not self._waiting or self.num_held >= self.capacity:
+        if not self._give_more() or not self._waiting or self.num_held >= self.capacity:
             return
         for holder in self._order(list(self._waiting)):
             amount, future = self._waiting[holder]
@@ -62,3 +82,21 @@ class Budget(Generic[T]):
                 self.num_held += amount
                 future.set_result(None)
             del self._waiting[holder]
+
+    def _give_more(self) -> bool:
+        """Whether all have it who want more of those who hold."""
+        wanting = {future: wanted for future, wanted in self._adding.items() if wanted[0] in self._held}
+        for holder in self._order(list(dict.fromkeys(holder for holder, _ in wanting.values()))):
+            for future, (wants, amount) in wanting.items():
+                if wants is holder and self._has_room(amount, holder) and not future.done():
+                    self.num_held += amount
+                    self._held[holder] += amount
+                    del self._adding[future]
+                    future.set_result(None)
+        return not any(future in self._adding for future in wanting)
+
+    def _has_room(self, num_more: int, holder: T) -> bool:
+        if self.num_held + num_more <= self.capacity:
+            return True
+        self._over = self._over or holder
+        return self._over is holder

@@ -8,7 +8,7 @@ should be cached here; when one of them is wanted after all our own embeddings w
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from triptych.services.host_context import HostContext
 from triptych.services.prefill.checks import check_embeddings
@@ -24,6 +24,7 @@ class PromptInputs:
 
     Args:
         pulls: bounds all pulls of the role. The transport would refuse too many, and then others were gone from their owner.
+        room: waits for room for so many bytes more.
         on_landed: the embeddings of one are here.
         on_failed: those of one will never be.
     """
@@ -33,6 +34,7 @@ class PromptInputs:
         context: HostContext,
         images: tuple[PlacedImage, ...],
         pulls: asyncio.Semaphore,
+        room: Callable[[int], Awaitable[None]],
         on_landed: Callable[[], None],
         on_failed: Callable[[Exception], None],
     ) -> None:
@@ -40,6 +42,7 @@ class PromptInputs:
         self._context = context
         self._images = images
         self._pulls = pulls
+        self._room = room
         self._on_landed = on_landed
         self._on_failed = on_failed
         self._refs: list[asyncio.Future[TensorRef]] = [loop.create_future() for _ in images]
@@ -74,9 +77,13 @@ class PromptInputs:
         await asyncio.gather(*(task for index, task in self._tasks.items() if self._refs[index].done()))
 
     def num_bytes(self, num_cached_tokens: int) -> int:
-        """What the images take that are not among the first num_cached_tokens."""
-        num_tokens = sum(span.image.num_tokens for span in self.spans if span.end > num_cached_tokens)
-        return num_tokens * self._context.engine.embedding_bytes
+        """What the images take that are not among the first num_cached_tokens. Those that are awaited get their room when they
+        come: until then others may have it."""
+        spans = [span for span, placed in zip(self.spans, self._images, strict=True) if not placed.is_awaited]
+        return sum(self._size(span) for span in spans if span.end > num_cached_tokens)
+
+    def _size(self, span: ImageSpan) -> int:
+        return span.image.num_tokens * self._context.engine.embedding_bytes
 
     async def close(self) -> None:
         """End the pulls, release what was our own."""
@@ -96,6 +103,8 @@ class PromptInputs:
                 raise InstanceLost("the KV of an image is no longer cached", code=CACHE_MISS)
         else:
             ref = await self._refs[index]  # no timeout: the request's own bounds it
+            if placed.is_awaited:
+                await self._room(self._size(span))
             async with self._pulls:
                 span.embeddings = await self._context.pull(ref)
         self.num_landed += 1

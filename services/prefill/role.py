@@ -119,10 +119,18 @@ class PrefillRole:
     def _new_job(self, request: PrefillRequest) -> PrefillJob:
         """Nothing of it is here yet."""
         result: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        inputs = PromptInputs(self._context, request.images, self._pulls, self._loop.wake, lambda error: settle(result, error))
+        inputs = PromptInputs(
+            self._context,
+            request.images,
+            self._pulls,
+            lambda num_bytes: self._in_hand.add(num_bytes, job),
+            self._loop.wake,
+            lambda error: settle(result, error),
+        )
         num_tokens = request.prompt.num_tokens
         sequence = Sequence(request.request_id, [], num_tokens - request.num_output_tokens, request.sampling, inputs.spans)
-        return PrefillJob(sequence, num_tokens, inputs, result, time.monotonic(), request.slack_s)
+        job = PrefillJob(sequence, num_tokens, inputs, result, time.monotonic(), request.slack_s)
+        return job
 
     async def _prefill_one(self, request: PrefillRequest, job: PrefillJob) -> PrefillReply:
         context = self._context

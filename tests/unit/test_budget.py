@@ -79,9 +79,65 @@ async def test_a_cancelled_waiter_leaves_nothing_behind(is_given: bool) -> None:
 async def test_nothing_is_free() -> None:
     budget: Budget[str] = Budget(1)
     async with AsyncExitStack() as stack:
-        for _ in range(3):
-            await stack.enter_async_context(budget.hold(0, "nobody"))
+        for name in ("a", "b", "c"):
+            await stack.enter_async_context(budget.hold(0, name))
         assert budget.num_held == 0
+
+
+async def test_who_holds_and_wants_more_goes_before_who_holds_nothing() -> None:
+    budget: Budget[Holder] = Budget(10)
+    first, second = Holder(budget, 5), Holder(budget, 2)
+    await settle()
+    more = [asyncio.create_task(budget.add(amount, holder)) for amount, holder in ((2, first), (2, second), (1, first))]
+    third = Holder(budget, 1)
+    await settle()
+    assert [task.done() for task in more] == [True, True, False], "without room one gets more than there is"
+    assert (third.holds.is_set(), budget.num_held) == (False, 11)
+    second.let_go.set()
+    await settle()
+    assert more[2].done()
+    assert (third.holds.is_set(), budget.num_held) == (True, 9)
+    for holder in (second, first, third):
+        holder.let_go.set()
+        await holder.task
+    assert budget.num_held == 0
+
+
+async def test_only_one_gets_more_than_there_is() -> None:
+    budget: Budget[Holder] = Budget(10)
+    first, second = Holder(budget, 5), Holder(budget, 5)
+    await settle()
+    of_first, of_second = (asyncio.create_task(budget.add(3, holder)) for holder in (first, second))
+    await settle()
+    assert (of_first.done(), of_second.done(), budget.num_held) == (True, False, 13)
+    again = asyncio.create_task(budget.add(4, first))
+    await settle()
+    assert again.done(), "it never waits for those who wait for it"
+    first.let_go.set()
+    await settle()
+    assert (of_second.done(), budget.num_held) == (True, 8)
+    second.let_go.set()
+    await second.task
+    assert budget.num_held == 0
+
+
+async def test_who_no_longer_wants_more_keeps_nobody_waiting() -> None:
+    budget: Budget[Holder] = Budget(10)
+    first, second, third = Holder(budget, 5), Holder(budget, 3), Holder(budget, 1)
+    await settle()
+    await budget.add(3, first)  # 12 of 10
+    second.let_go.set()
+    await settle()
+    more, last = asyncio.create_task(budget.add(3, third)), Holder(budget, 1)
+    await settle()
+    assert (more.done(), last.holds.is_set()) == (False, False)
+    more.cancel()
+    await settle()
+    assert last.holds.is_set()
+    for holder in (first, third, last):
+        holder.let_go.set()
+        await holder.task
+    assert budget.num_held == 0
 
 
 async def test_whoever_is_first_in_the_order_is_next() -> None:

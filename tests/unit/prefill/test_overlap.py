@@ -98,6 +98,42 @@ async def test_others_pass_a_prompt_that_waits_for_its_images() -> None:
     await cluster.stop()
 
 
+async def test_what_is_awaited_takes_no_room_before_it_comes() -> None:
+    cluster, host = await start()
+    budget = host.role._in_hand
+    budget.capacity = host.engine.embedding_bytes * 2 * NUM_TOKENS  # two of three images
+    task = asyncio.create_task(cluster.prefill("p", awaiting()))
+    await until(lambda: num_computed(host) == 3, "it waits for an image")
+    here = {i: await embeddings(cluster, i, "other") for i in range(len(OFFSETS))}
+    other = await cluster.prefill("p", awaiting("other", here))
+    assert [other.first_token] == expected_tokens(SLOTS, 3, 1)
+    for index in range(3):
+        await land(cluster, index)
+    assert [(await task).first_token] == expected_tokens(SLOTS, 3, 1)
+    for request_id in ("r", "other"):
+        await cluster.release(request_id)
+    await cluster.stop()
+    assert budget.num_held == 0
+
+
+async def test_prompts_that_share_too_little_room_end_all_the_same() -> None:
+    cluster, host = await start()
+    budget = host.role._in_hand
+    budget.capacity = host.engine.embedding_bytes * 2 * NUM_TOKENS
+    names = ("r", "s", "t")
+    tasks = [asyncio.create_task(cluster.prefill("p", awaiting(name))) for name in names]
+    await until(lambda: len(host.role._jobs) == 3, "all are known")
+    for index in range(3):
+        for name in names:
+            await land(cluster, index, name)
+    for task in tasks:
+        assert [(await task).first_token] == expected_tokens(SLOTS, 3, 1)
+    for name in names:
+        await cluster.release(name)
+    await cluster.stop()
+    assert budget.num_held == 0
+
+
 async def test_a_parked_prompt_goes_on_with_what_is_still_cached() -> None:
     cluster, host = await start(FakeEngine(12))
     task = asyncio.create_task(cluster.prefill("p", awaiting()))
