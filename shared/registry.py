@@ -18,6 +18,8 @@ class Registry:
     Args:
         heartbeat_timeout_s: silence after which an instance is lost.
         own_id: our own heartbeats, which come back to us, have this id: while they don't, the bus is stuck.
+
+    num_changes: grows whenever what is known of anybody changes, so that what was made of it can be kept until then.
     """
 
     def __init__(self, heartbeat_timeout_s: float, own_id: InstanceId | None = None) -> None:
@@ -29,6 +31,7 @@ class Registry:
         self._no_sweep_until_s = 0.0
         self._lost_callbacks: list[Callable[[InstanceId], None]] = []
         self._changed = asyncio.Event()
+        self.num_changes = 0
 
     def on_event(self, event: Event, now_s: float) -> None:
         """now_s: time.monotonic() of the caller. A heartbeat of an instance that has ended (Lost) is ignored; one that was
@@ -40,6 +43,7 @@ class Registry:
                 self._changed.set()
         elif isinstance(event, Heartbeat) and event.instance_id not in self._ended:
             self._beats[event.instance_id] = event
+            self.num_changes += 1
             self._seen_s[event.instance_id] = now_s
             self._changed.set()
 
@@ -66,6 +70,7 @@ class Registry:
             callback(instance_id)
         self._beats.pop(instance_id, None)
         self._seen_s.pop(instance_id, None)
+        self.num_changes += 1
 
     def note_stall(self, lag_s: float, now_s: float) -> None:
         """We stood still for lag_s: others' heartbeats of that time are still unread. Only that time is forgiven, so that a

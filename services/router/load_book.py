@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
 
-from triptych.services.router.record import Stage
+from triptych.services.router.record import STAGES, Stage
 from triptych.shared.instance_info import StageLoad
 from triptych.shared.messages import Heartbeat, InstanceId
 from triptych.shared.registry import Registry
@@ -53,6 +53,15 @@ class _Outstanding:
         self.tokens_since += num_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What the heartbeats say, read once until the next: a request asks a dozen times. num_changes: the registry's, then."""
+
+    num_changes: int
+    instances: Mapping[Stage, list[Heartbeat]]
+    num_with_kv: int
+
+
 class LoadBook:
     """Candidates of a stage, with loads that include what no heartbeat can tell yet."""
 
@@ -63,19 +72,27 @@ class LoadBook:
         self._outstanding: dict[tuple[InstanceId, Stage], _Outstanding] = {}
         self._suspects: dict[InstanceId, Heartbeat | None] = {}
         self._encoded_at_s: dict[InstanceId, float] = {}
+        self._told = _Told(-1, {}, 0)
 
     def __len__(self) -> int:
         return len(self._outstanding)
 
     def instances(self, stage: Stage) -> list[Heartbeat]:
         """Ready instances of a stage that serve our model."""
-        beats = self._registry.ready(service="preprocess") if stage == "preprocess" else self._registry.ready(role=stage)
-        return [beat for beat in beats if beat.model is None or beat.model.revision == self._revision]
+        return self._read().instances[stage]
 
     @property
     def num_with_kv(self) -> int:
         """Instances that may hold KV of prompts."""
-        return len({beat.instance_id for stage in ("prefill", "decode") for beat in self.instances(stage)})
+        return self._read().num_with_kv
+
+    def _read(self) -> _Told:
+        if self._told.num_changes != self._registry.num_changes:
+            beats = [beat for beat in self._registry.ready() if beat.model is None or beat.model.revision == self._revision]
+            instances = {stage: [beat for beat in beats if stage in (*beat.roles, beat.service)] for stage in STAGES}
+            num_with_kv = len({beat.instance_id for stage in ("prefill", "decode") for beat in instances[stage]})
+            self._told = _Told(self._registry.num_changes, instances, num_with_kv)
+        return self._told
 
     def is_ready(self, instance_id: InstanceId) -> bool:
         """Whether it is there and takes work."""
@@ -128,7 +145,7 @@ class LoadBook:
         return False
 
     def _view(self, beat: Heartbeat, stage: Stage) -> InstanceView:
-        load = next((load for load in beat.loads if load.stage == stage), _NO_LOAD)
+        load = _load_of(beat, stage)
         num_requests, num_tokens, tokens_since = self._work(beat, stage, load)
         free_blocks = beat.resources.num_free_blocks + beat.resources.num_cached_blocks
         return InstanceView(
@@ -159,9 +176,15 @@ class LoadBook:
         return self._work(beat, cast(Stage, load.stage), load)[1] / load.tokens_per_s
 
     def _encoded_ago_s(self, beat: Heartbeat) -> float:
-        load = next((load for load in beat.loads if load.stage == "encoder"), None)
-        if load is not None and self._work(beat, "encoder", load)[1] > 0:
+        if self._work(beat, "encoder", _load_of(beat, "encoder"))[1] > 0:
             self._encoded_at_s[beat.instance_id] = time.monotonic()
             return 0.0
         encoded_at_s = self._encoded_at_s.get(beat.instance_id)
         return math.inf if encoded_at_s is None else time.monotonic() - encoded_at_s
+
+
+def _load_of(beat: Heartbeat, stage: Stage) -> StageLoad:
+    for load in beat.loads:
+        if load.stage == stage:
+            return load
+    return _NO_LOAD
