@@ -51,7 +51,8 @@ class AttemptRun:
         if self._pictures and self._job.prompt.num_text_tokens >= parts.limits.max_model_len():
             self._max_tokens()
         await self._pictures.identify()
-        refuse_if_late(calls, self._job.prompt, self._pictures, self._cached)
+        if not self._job.follows:
+            refuse_if_late(calls, self._job.prompt, self._pictures, self._cached)
         needs_room = self._pictures.need_room
         async with parts.gate.turn(record.arrived_at_s, calls.remaining_s()) if needs_room else nullcontext():
             sampling, first = await self._first_token()
@@ -98,6 +99,8 @@ class AttemptRun:
                     await pictures.encoded()
                 record.move(Phase.PREFILL)
                 first = await self._prefill(expanded, sampling, group)
+                if self._job.siblings is not None:
+                    self._job.siblings.tell(images, pictures.encoded_at())
                 if kept_at := pictures.kept_at:
                     self._calls.parts.release(self._calls.request_id, kept_at)  # files that nobody needs now
                 pictures.stop()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, field
 
 from triptych.services.router.job import Job, Parts
@@ -27,8 +28,9 @@ class Choice:
 async def pieces_of(parts: Parts, choice: Choice) -> AsyncGenerator[Piece]:
     """As they come when the job is streaming, the first one with the first token, even if its text is not certain yet; else
     one piece with everything. A choice that met a stop string is released at every stage at once. Raises TriptychError."""
-    output, whole = choice.output(), _Whole()
-    async with aclosing(run_request(parts, choice.job, choice.record)) as run:
+    output, whole, siblings = choice.output(), _Whole(), choice.job.siblings
+    turn = siblings.turn(choice.record.remaining_s(time.monotonic())) if siblings is not None else nullcontext()
+    async with turn, aclosing(run_request(parts, choice.job, choice.record)) as run:
         async for tokens in run:
             piece = output.push(tokens)
             choice.record.num_output_tokens = output.num_tokens

@@ -87,6 +87,8 @@ class Dispatcher:
                 "chosen", stage=work.stage, instance_id=choice.instance_id, reason=choice.reason, request_id=attempt.request_id
             )
             attempt.touched.add(choice.instance_id)
+            if choice.pull_from is not None:
+                attempt.touched.add(choice.pull_from)  # what is pulled is leased there
             try:
                 result = await self._send(work, choice, deadline_s)
             except DeadlineExceeded:

@@ -14,6 +14,7 @@ from triptych.services.router.media_gate import MediaGate
 from triptych.services.router.prompt import Prompt
 from triptych.services.router.routing import Routing
 from triptych.services.router.sampling_fields import NO_TERMS, Terms
+from triptych.services.router.siblings import Siblings
 from triptych.services.router.token_streams import TokenStreams
 from triptych.services.router.uploads import Uploader
 from triptych.shared.bus import Bus
@@ -26,7 +27,7 @@ from triptych.shared.sampling_params import SamplingParams
 class Job:
     """What is to be answered. sampling.max_tokens 0: what the context leaves. is_streaming: tokens go out as they come.
     is_watched: they are looked at as they come, since a stop string may end the output. sources: the pictures. param: the
-    prompt's field, for errors."""
+    prompt's field, for errors. siblings: the other choices of the request, where one's pictures are of use to all."""
 
     prompt: Prompt
     sources: list[ImageSource]
@@ -35,6 +36,12 @@ class Job:
     is_watched: bool = False
     param: str = "messages"
     terms: Terms = NO_TERMS
+    siblings: Siblings | None = None
+
+    @property
+    def follows(self) -> bool:
+        """Whether another choice of the request has gone ahead with its pictures."""
+        return self.siblings is not None and bool(self.siblings.images)
 
     @property
     def is_whole(self) -> bool:

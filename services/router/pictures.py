@@ -38,7 +38,11 @@ class Pictures:
         self._num_text_tokens = job.prompt.num_text_tokens
         self._stages = PictureStages(calls, self._keeps_any)
         self._encoding = Encoding(self._stages, self._slack_s)
-        self._pictures = [Picture(index, source, image=source.image) for index, source in enumerate(job.sources)]
+        self._siblings = job.siblings if len(calls.record.attempts) == 1 else None
+        known = self._siblings.images if self._siblings is not None else ()
+        self._pictures = [
+            Picture(index, source, image=known[index] if known else source.image) for index, source in enumerate(job.sources)
+        ]
         self._settling = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -90,7 +94,8 @@ class Pictures:
         """Those that are known by the bytes that were sent, and what is cached of them."""
         files = self._calls.parts.cache.files
         image_options, salt = self._calls.parts.cache.image, self._calls.terms.cache_salt
-        sent = [(picture, picture.source.content) for picture in self._pictures if picture.source.content is not None]
+        unknown = [picture for picture in self._pictures if picture.image is None]
+        sent = [(picture, picture.source.content) for picture in unknown if picture.source.content is not None]
         if sent and self._keeps_any:
             options = [image_options.within(picture.source.limits).key() for picture, _ in sent]
             hashing = (files.key_of(content, key, salt) for (_, content), key in zip(sent, options, strict=True))
@@ -115,6 +120,14 @@ class Pictures:
                     if picture.is_new:
                         await picture.is_placed.wait()
         await self._cached.ask()
+
+    def encoded_at(self) -> dict[bytes, list[HeldPart]]:
+        """By mm_hash, who has their embeddings, in which parts."""
+        held: dict[bytes, list[HeldPart]] = {}
+        for _, shard in self._in_parts():
+            if shard.encoder_id is not None:
+                held.setdefault(shard.image.mm_hash, []).append(HeldPart.of(shard.encoder_id, shard.image))
+        return held
 
     async def encoded(self) -> None:
         """Returns when all embeddings are there. Cancelled when a picture fails: its group tells why."""
@@ -179,7 +192,8 @@ class Pictures:
                     picture.is_placed.set()
                     await asyncio.wait([encoding])
                     return [HeldPart.of(shard.encoder_id, shard.image) for shard in twin.shards if shard.encoder_id]
-        return [held_part(holder) for holder in self._cached.embeddings.get(mm_hash, ())]
+        told = self._siblings.encoded.get(mm_hash, ()) if self._siblings is not None else ()
+        return [*told, *map(held_part, self._cached.embeddings.get(mm_hash, ()))]
 
     def _slack_s(self) -> float | None:
         """Until embeddings are due: what is left after the prompt was computed. None: there is no target."""

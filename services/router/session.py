@@ -22,6 +22,7 @@ from triptych.services.router.job import Job
 from triptych.services.router.output import Output, Piece
 from triptych.services.router.record import Phase, RequestRecord
 from triptych.services.router.responses import DONE, Bodies, ChatBodies, CompletionBodies, trace_of, usage_of
+from triptych.services.router.siblings import Siblings
 from triptych.services.router.sse import EventStream
 from triptych.shared.errors import TriptychError
 from triptych.shared.messages import FinishReason
@@ -114,14 +115,22 @@ class Session:
     def _choices(self, ask: Ask) -> list[Choice]:
         """Each is a request of its own to the stages: its record, its seed, its output."""
         made: list[Choice] = []
-        generation = ask.generation
+        generation, parts = ask.generation, self._edge.parts
+        is_shared = bool(ask.sources) and generation.num_choices > 1 and parts.cache.rules.keeps_embeddings
         for prompt in ask.prompts:
+            siblings = Siblings() if is_shared else None
             for i in range(generation.num_choices):
-                params = generation.params(i, self._edge.parts.limits.stop_token_ids)
                 job = Job(
-                    prompt, list(ask.sources), params, generation.stream, bool(generation.stop), ask.param, generation.terms
+                    prompt=prompt,
+                    sources=list(ask.sources),
+                    sampling=generation.params(i, parts.limits.stop_token_ids),
+                    is_streaming=generation.stream,
+                    is_watched=bool(generation.stop),
+                    param=ask.param,
+                    terms=generation.terms,
+                    siblings=siblings,
                 )
-                output = partial(Output, len(made), self._edge.texts, generation.stop, params.min_tokens)
+                output = partial(Output, len(made), self._edge.texts, generation.stop, job.sampling.min_tokens)
                 made.append(Choice(job, self._record if not made else self._record.sibling(len(made)), output))
         return made
 

@@ -5,7 +5,7 @@ attempt at most.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import pytest
 from support.fake_stages import ANSWER, IMAGE_TOKENS, TEXT, FakeStage, World, picture, until, words
 from triptych.cache.index import CacheIndex
 from triptych.cache.redis_index import RedisIndex
-from triptych.shared.errors import CACHE_MISS, InstanceLost
+from triptych.shared.errors import CACHE_MISS, BadRequest, InstanceLost
 from triptych.shared.http_host import listening_socket
 from triptych.shared.instance_info import StageLoad
 from triptych.shared.messages import EncodeRequest, PrefillRequest, PreprocessRequest
@@ -154,6 +154,56 @@ async def test_a_policy_without_a_cache_asks_nothing(toy_checkpoint: Path) -> No
         assert world.index.counters.num_round_trips == 0
         assert not any(request.may_skip_decode for request in stages["preprocess"].seen)
         await world.settled()
+
+
+# --- several choices --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sent", [picture, at_url])
+@pytest.mark.parametrize("index_is_late", [False, True])
+async def test_choices_share_their_pictures(world: World, sent: Callable[[str], Any], index_is_late: bool) -> None:
+    """Also when the index has not been told yet by those who hold them."""
+    world.is_caching = not index_is_late
+    stages = world.add_all()
+    embeddings = stages["encoder"].embeddings
+
+    async def encode(request: EncodeRequest) -> Any:
+        reply = stages["encoder"].encode(request)
+        embeddings.add(request.image.key)
+        return reply
+
+    stages["encoder"].hooks[EncodeRequest] = encode
+    response = await world.ask([sent("a"), sent("b"), words()], n=3)
+    assert [choice["message"]["content"] for choice in response.json()["choices"]] == [ANSWER] * 3
+    assert seen(stages, "preprocess", "prefill") == [2, 3]
+    assert [request.pixels for request in stages["encoder"].seen].count(None) == (4 if index_is_late else 0)
+    assert len(stages["encoder"].seen) == (6 if index_is_late else 2)
+
+
+async def test_choices_end_with_the_one_that_went_ahead(world: World) -> None:
+    stages = world.add_all()
+
+    async def fail(_request: Any) -> Any:
+        raise BadRequest("no picture", code="invalid_image")
+
+    stages["encoder"].hooks[EncodeRequest] = fail
+    assert (await world.ask([picture("a"), words()], n=2)).status_code == 400
+    assert seen(stages, "preprocess", "encoder", "prefill") == [1, 1, 0]
+
+
+async def test_choices_go_on_when_what_they_shared_is_gone(world: World) -> None:
+    stages = world.add_all()
+
+    async def forget(request: PrefillRequest) -> Any:
+        reply = await stages["prefill"].default(request)
+        forget_kv(world, stages["prefill"])
+        stages["encoder"].embeddings.clear()
+        return reply
+
+    stages["prefill"].hooks[PrefillRequest] = forget
+    response = await world.ask([picture("a"), words()], n=2)
+    assert [choice["message"]["content"] for choice in response.json()["choices"]] == [ANSWER] * 2
+    assert seen(stages, "preprocess", "encoder") == [2, 3]
 
 
 # --- pictures behind URLs ---------------------------------------------------------------------------------------------------
@@ -326,6 +376,7 @@ async def test_a_busy_holder_is_left_for_an_idle_instance_that_pulls_its_kv(worl
     assert request.prefix.instance_id == holder.instance_id
     assert request.prefix.num_blocks * 4 < request.prompt.num_tokens
     assert len(stages["encoder"].seen) == 1
+    await until(lambda: request.request_id in holder.released, "the holder lets go of what was pulled")
 
 
 async def test_kv_that_pictures_rely_on_is_pulled_whatever_it_costs(world: World) -> None:
