@@ -17,6 +17,7 @@ from triptych.services.instance_parts import HostParts, host_context
 from triptych.shared.emulation import cost_model_of, open_model
 from triptych.shared.engine.emulated import EmulatedEngine
 from triptych.shared.engine.emulated_calls import EmulatedCalls
+from triptych.shared.engine.emulated_steps import EmulatedSteps
 from triptych.shared.errors import BadRequest
 from triptych.shared.messages import Role
 from triptych.shared.request_tasks import RequestTasks
@@ -54,7 +55,8 @@ async def open_emulated_host(
         registry=frame.metrics,
     )
     lost.set_function(lambda: calls.lost_s)
-    parts = HostParts(settings, engine, calls, transport, index, stand_in_host_memory)
+    steps = EmulatedSteps(engine, calls, settings.stream_interval_s)
+    parts = HostParts(settings, engine, calls, transport, index, stand_in_host_memory, steps)
     return host_context(frame, parts, tasks)
 
 

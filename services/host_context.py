@@ -14,6 +14,7 @@ from triptych.services.embedding_cache import EmbeddingCache
 from triptych.services.instance_metrics import InstanceMetrics
 from triptych.services.prefix_cache import PrefixCache
 from triptych.shared.engine.api import Engine
+from triptych.shared.engine.emulated_steps import EmulatedSteps
 from triptych.shared.engine.health import EngineHealth
 from triptych.shared.engine.kv_blocks import KvBlocks
 from triptych.shared.engine.thread import EngineCalls
@@ -38,7 +39,7 @@ class HostContext:
     peer_address: how to reach an instance's tensors, None when it is not known (any more); may wait for its first heartbeat.
     has_peer: whether another instance takes work of a role.
     index: the caches tell it what they hold. ask: Bus.request. host_memory: a new tensor outside of the accelerator, not
-    initialised."""
+    initialised. steps_ahead: where the engine is emulated."""
 
     settings: Settings
     policies: PolicySet
@@ -59,6 +60,7 @@ class HostContext:
     ask: Callable[[InstanceId, Message, float], Awaitable[Reply]]
     publish_event: Callable[[str, Event], Awaitable[None]]
     host_memory: Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+    steps_ahead: EmulatedSteps | None
 
     async def compute(self, call: Callable[[B], list[T]], batch: B) -> list[T]:
         """call(batch) as an engine call; what came of each item, results and exceptions."""

@@ -18,6 +18,7 @@ from triptych.services.host_context import HostContext
 from triptych.services.instance_metrics import InstanceMetrics
 from triptych.services.prefix_cache import PrefixCache
 from triptych.shared.engine.api import Engine
+from triptych.shared.engine.emulated_steps import EmulatedSteps
 from triptych.shared.engine.health import EngineHealth
 from triptych.shared.engine.kv_blocks import KvBlocks
 from triptych.shared.engine.thread import EngineCalls
@@ -42,7 +43,7 @@ _log = structlog.get_logger(__name__)
 @dataclass(frozen=True, slots=True)
 class HostParts:
     """What is opened first. settings: those that the roles go by. transport: it listens. index: closed by the host.
-    host_memory: see HostContext."""
+    host_memory, steps_ahead: see HostContext."""
 
     settings: Settings
     engine: Engine
@@ -50,6 +51,7 @@ class HostParts:
     transport: Transport
     index: CacheIndex
     host_memory: Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+    steps_ahead: EmulatedSteps | None = None
 
 
 def host_context(frame: ServiceContext, parts: HostParts, tasks: RequestTasks) -> HostContext:
@@ -91,6 +93,7 @@ def host_context(frame: ServiceContext, parts: HostParts, tasks: RequestTasks) -
         ask=frame.bus.request,
         publish_event=frame.bus.publish_event,
         host_memory=parts.host_memory,
+        steps_ahead=parts.steps_ahead,
     )
 
 

@@ -1,4 +1,5 @@
-"""The running decode batch: who joins, who gets blocks, who is preempted, one token for each per step.
+"""The running decode batch: who joins, who gets blocks, who is preempted, one token for each per step (more where they are
+known ahead: ahead.py).
 
 On a lack of blocks, when none is left that is only cached, the youngest sequence is preempted: its blocks are exported to
 host memory (preempted.py) and imported again later, which is token-exact. Older requests go first everywhere. Event loop only,
@@ -8,8 +9,9 @@ but for `_compute`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from triptych.services.decode.ahead import num_steps_ahead
 from triptych.services.decode.job import DecodeJob
 from triptych.services.decode.preempted import PreemptedKv
 from triptych.services.host_context import HostContext
@@ -19,14 +21,16 @@ from triptych.shared.engine.rate import Rate
 from triptych.shared.engine.role import settle
 from triptych.shared.messages import KvRef
 
-OnOutcome = Callable[[DecodeJob, int | Exception], None]
+Outcome = list[int] | Exception
+OnOutcome = Callable[[DecodeJob, Outcome], None]
 
 
 class DecodeBatch:
     """Jobs that have their KV: waiting for blocks or a place in the batch, or running. rate: of generating tokens.
 
     Args:
-        on_outcome: called for each job of a step with its next token, or with the error that ends it.
+        on_outcome: called for each job of a step with its next tokens, of which only the last may end its output, or with the
+            error that ends it.
     """
 
     def __init__(self, context: HostContext, on_outcome: OnOutcome) -> None:
@@ -42,12 +46,17 @@ class DecodeBatch:
     def num_running(self) -> int:
         return len(self._running)
 
+    @property
+    def has_waiting(self) -> bool:
+        return bool(self._waiting)
+
     def is_empty(self) -> bool:
         return not self._waiting and not self._running
 
     def add(self, job: DecodeJob) -> None:
         """The job's KV is here: in `job.kv`, or in blocks that it took over."""
         self._waiting.append(job)
+        self.hurry()
 
     def leave(self, job: DecodeJob) -> None:
         """Forget a job and free its blocks, now or when the engine is done with them. Idempotent."""
@@ -55,10 +64,17 @@ class DecodeBatch:
         for jobs in (self._waiting, self._running):
             if job in jobs:
                 jobs.remove(job)
-        if not job.is_in_step:
+        if job.is_in_step:
+            self.hurry()
+        else:
             self._keep(job)
             self._free(job)
         self._claim()
+
+    def hurry(self) -> None:
+        """Something is to happen between two steps: where several are made at once, make no more."""
+        if self._context.steps_ahead is not None:
+            self._context.steps_ahead.hurry()
 
     def has(self, job: DecodeJob) -> bool:
         """Whether it waits or runs here."""
@@ -82,7 +98,7 @@ class DecodeBatch:
             self.leave(job)
 
     async def step(self) -> bool:
-        """One token for every running job; False when none runs."""
+        """One token for every running job, or more; False when none runs."""
         self._join()
         await self._reserve()
         self._claim()
@@ -92,10 +108,11 @@ class DecodeBatch:
         self._enter(batch)
         began_s = time.monotonic()
         try:
-            outcomes = await self._context.compute(self._compute, batch)
+            outcomes = await self._outcomes(batch)
         finally:
             self._exit(batch)
-        self.rate.note(len(batch), time.monotonic() - began_s)
+        num_tokens = sum(1 if isinstance(outcome, Exception) else len(outcome) for outcome in outcomes)
+        self.rate.note(num_tokens, time.monotonic() - began_s)
         for job, outcome in zip(batch, outcomes, strict=True):
             if job.has_left:
                 continue
@@ -107,6 +124,12 @@ class DecodeBatch:
             settle(job.joined, None)
             self._on_outcome(job, outcome)
         return True
+
+    async def _outcomes(self, batch: list[DecodeJob]) -> Sequence[Outcome]:
+        ahead, num_steps = self._context.steps_ahead, num_steps_ahead(self._context, batch)
+        if ahead is None or not num_steps:
+            return await self._context.compute(self._compute, batch)
+        return await ahead.run([job.sequence for job in batch], num_steps)
 
     def fail_all(self, error: Exception) -> None:
         """End every job with `error`."""
@@ -176,20 +199,22 @@ class DecodeBatch:
             self._exit([job])
         return not job.has_left
 
-    def _compute(self, batch: list[DecodeJob]) -> list[int | Exception]:
+    def _compute(self, batch: list[DecodeJob]) -> list[Outcome]:
         """On the engine thread: import the KV of those who joined, then one token for each."""
         engine = self._context.engine
-        outcomes: list[int | Exception] = []
+        outcomes: list[Outcome] = []
         for job in batch:
             try:
                 self._import(job)
-                outcomes.append(0)
+                outcomes.append([])
             except Exception as error:
                 outcomes.append(error)
         sound = [i for i, outcome in enumerate(outcomes) if not isinstance(outcome, Exception)]
         computed = run_isolated(engine, [Chunk(batch[i].sequence, 1) for i in sound])
         for i, outcome in zip(sound, computed, strict=True):
-            outcomes[i] = RuntimeError("the engine gave no token") if outcome is None else outcome
+            if outcome is None:
+                outcome = RuntimeError("the engine gave no token")
+            outcomes[i] = outcome if isinstance(outcome, Exception) else [outcome]
         return outcomes
 
     def _import(self, job: DecodeJob) -> None:

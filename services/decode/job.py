@@ -50,6 +50,11 @@ class DecodeJob:
     next_seq: int = 1
     stays_until_s: float = 0.0
 
+    def num_left(self, max_model_len: int) -> int:
+        """Tokens that its output may still get."""
+        sequence = self.sequence
+        return min(sequence.sampling.max_tokens - sequence.num_output_tokens, max_model_len - len(sequence.token_ids))
+
     def extend_chain(self) -> None:
         """To all that is computed."""
         if self.chain is not None:

@@ -87,9 +87,10 @@ class Outbox:
         next_s = 0.0
         while True:
             await self._filled.wait()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(next_s):
-                    await self._is_urgent.wait()
+            if not self._is_urgent.is_set() and loop.time() < next_s:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout_at(next_s):
+                        await self._is_urgent.wait()
             next_s = loop.time() + self._interval_s
             self._filled.clear()
             self._is_urgent.clear()

@@ -58,7 +58,7 @@ class DecodeRole:
         return self._batch.num_preemptions
 
     async def start(self) -> None:
-        self._context.kv.on_freed(self._loop.wake)
+        self._context.kv.on_freed(self._on_freed)
         self.open_intake()
         self._loop.start()
         self._outbox.start()
@@ -76,6 +76,7 @@ class DecodeRole:
     def hand_over(self, num_tokens: float = math.inf) -> None:
         """Have other decode instances go on with requests: the youngest, with that many tokens in context together."""
         self._hand_over.want(self._jobs, num_tokens)
+        self._batch.hurry()
         self._loop.wake()
 
     def is_idle(self) -> bool:
@@ -90,7 +91,7 @@ class DecodeRole:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._loop.stop()
         await self._outbox.stop()
-        self._context.kv.forget(self._loop.wake)
+        self._context.kv.forget(self._on_freed)
         self._context.kv.claim(0)
 
     def load(self) -> StageLoad:
@@ -168,6 +169,12 @@ class DecodeRole:
         self._batch.add(job)
         self._loop.wake()
 
+    def _on_freed(self) -> None:
+        """Somebody may wait for blocks."""
+        if self._batch.has_waiting:
+            self._batch.hurry()
+        self._loop.wake()
+
     async def _step(self) -> bool:
         await self._outbox.has_room()
         await self._hand_over.step()
@@ -184,19 +191,19 @@ class DecodeRole:
             settle(job.finished, None)
         settle(job.joined, None)
 
-    def _on_outcome(self, job: DecodeJob, outcome: int | Exception) -> None:
-        """A job's next token, or the error that ends it."""
+    def _on_outcome(self, job: DecodeJob, outcome: list[int] | Exception) -> None:
+        """A job's next tokens, or the error that ends it."""
         if isinstance(outcome, Exception):
             self._batch.leave(job)
             settle(job.finished, as_typed(outcome, "decoding"))
             settle(job.joined, None)
             return
         sequence, limit = job.sequence, self._context.max_model_len
-        reason = finish_reason(sequence.sampling, outcome, sequence.num_output_tokens + 1, len(sequence.token_ids) + 1, limit)
-        sequence.token_ids.append(outcome)
-        if reason != "stop":
-            job.unsent.append(outcome)
-            job.unsent_logprobs += [] if sequence.logprobs is None else [sequence.logprobs]
+        sequence.token_ids += outcome
+        reason = finish_reason(sequence.sampling, outcome[-1], sequence.num_output_tokens, len(sequence.token_ids), limit)
+        job.unsent += outcome if reason != "stop" else outcome[:-1]
+        if reason != "stop" and sequence.logprobs is not None:
+            job.unsent_logprobs.append(sequence.logprobs)
         if reason is not None or len(job.unsent) >= (WHOLE_CHUNK_TOKENS if job.request.whole else 1):
             self._send(job, reason)
         if reason is not None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # only named, never computed with: emulated instances run wit
     import torch
 
 MEAN_OUTPUT_TOKENS = 250  # chosen: outputs that nothing else bounds end at random, after so many on average
+NUMBERS_BYTES = 2 * array("I").itemsize  # that are drawn for a token
 HOST_BYTES_PER_S = 25e9  # chosen: PCIe 4 x16 between a GPU and its host's memory carries 32 GB/s at most
 
 
@@ -75,10 +76,30 @@ class EmulatedEngine:
             is_prompt = chunk.sequence.num_computed_tokens < chunk.sequence.num_prompt_tokens or chunk.num_tokens > 1
             (prompts if is_prompt else running).append(chunk)
         work = [part for part in map(self._prefill_chunk, prompts) if part.num_tokens]
-        self._spend(self._cost.mixed_s(work, self._decode_batch(running)))
+        self._spend(self._cost.mixed_s(work, self._decode_batch([chunk.sequence for chunk in running])))
         for chunk in chunks:
-            self._advance(chunk)
+            self.advance(chunk.sequence, chunk.num_tokens)
         return [self._next(chunk.sequence) for chunk in chunks]
+
+    def decode_s(self, sequences: Seq[Sequence]) -> float:
+        """Modelled seconds of their next decode step."""
+        return self._cost.decode_s(self._decode_batch(sequences))
+
+    def foresee(self, sequences: Seq[Sequence], most: int) -> tuple[list[list[int]], list[float]]:
+        """Their next decode steps: tokens of each sequence, as many of one as of the other, and modelled seconds of each step;
+        none after one that ends an output with a stop token. None has happened before `advance`."""
+        outputs = [self._say(sequence, most) for sequence in sequences]
+        batch, num_steps = self._decode_batch(sequences), min(map(len, outputs))
+        size, context = batch.num_sequences, batch.num_context_tokens
+        batches = (DecodeBatch(size, context + step * size, batch.num_image_tokens) for step in range(num_steps))
+        return [output[:num_steps] for output in outputs], [self._cost.decode_s(batch) for batch in batches]
+
+    def advance(self, sequence: Sequence, num_tokens: int) -> None:
+        """So many tokens are computed, more than it has where they were foreseen."""
+        num_computed_tokens = sequence.num_computed_tokens + num_tokens
+        if num_computed_tokens > len(sequence.block_table) * self.block_size:
+            raise InternalError("a chunk goes beyond its KV blocks")
+        sequence.num_computed_tokens = num_computed_tokens
 
     def export_blocks(self, block_ids: Seq[int], out: torch.Tensor | None = None) -> torch.Tensor:
         copy = stand_in(self.exported_shape(len(block_ids))[0]) if out is None else out
@@ -106,9 +127,10 @@ class EmulatedEngine:
         here = self._num_placed(sequence, first + chunk.num_tokens) - before
         return PrefillChunk(chunk.num_tokens - here, first - before, self._num_image_tokens(sequence))
 
-    def _decode_batch(self, chunks: Seq[Chunk]) -> DecodeBatch:
-        context = sum(chunk.sequence.num_computed_tokens + chunk.sequence.position_delta for chunk in chunks)
-        return DecodeBatch(len(chunks), context, sum(self._num_image_tokens(chunk.sequence) for chunk in chunks))
+    def _decode_batch(self, sequences: Seq[Sequence]) -> DecodeBatch:
+        context = sum(sequence.num_computed_tokens + sequence.position_delta for sequence in sequences)
+        num_image_tokens = sum(map(self._num_image_tokens, sequences)) if self.attends_to_all else 0
+        return DecodeBatch(len(sequences), context, num_image_tokens)
 
     def _num_placed(self, sequence: Sequence, end: int) -> int:
         """Slots of pictures among the first `end` of the prompt."""
@@ -118,41 +140,50 @@ class EmulatedEngine:
         """Tokens that only cross-attention sees."""
         return round(-sequence.position_delta / self._slots_per_image_token)
 
-    def _advance(self, chunk: Chunk) -> None:
-        sequence, num_computed_tokens = chunk.sequence, chunk.sequence.num_computed_tokens + chunk.num_tokens
-        if num_computed_tokens > len(sequence.block_table) * self.block_size or num_computed_tokens > len(sequence.token_ids):
-            raise InternalError("a chunk goes beyond its tokens or its KV blocks")
-        sequence.num_computed_tokens = num_computed_tokens
-
     def _next(self, sequence: Sequence) -> int | None:
-        if sequence.num_computed_tokens < len(sequence.token_ids):
+        num_left = len(sequence.token_ids) - sequence.num_computed_tokens
+        if num_left < 0:
+            raise InternalError("a chunk goes beyond its tokens")
+        if num_left:
             return None
-        draw = _draw(sequence)
-        sampling, num_words = sequence.sampling, len(self._words)
-        if sampling.num_logprobs is not None:
-            even = -math.log(num_words)  # what it draws from: any word is as likely as another
-            sequence.logprobs = TokenLogprobs(even, tuple(zip(self._words[: sampling.num_logprobs], repeat(even))))
-        is_over = sequence.num_output_tokens >= sampling.min_tokens and draw[1] % MEAN_OUTPUT_TOKENS == 0
-        if is_over and sampling.stop_token_ids:
-            return sampling.stop_token_ids[0]
-        return self._words[draw[0] % num_words]
+        num_logprobs = sequence.sampling.num_logprobs
+        if num_logprobs is not None:
+            even = -math.log(len(self._words))  # what it draws from: any word is as likely as another
+            sequence.logprobs = TokenLogprobs(even, tuple(zip(self._words[:num_logprobs], repeat(even))))
+        return self._say(sequence, 1)[0]
+
+    def _say(self, sequence: Sequence, most: int) -> list[int]:
+        """The next tokens, until one ends the output."""
+        stop_token_ids, words, num_words = sequence.sampling.stop_token_ids, self._words, len(self._words)
+        drawn = _draw(sequence, most)
+        said = [words[number % num_words] for number in drawn[::2]]
+        if not stop_token_ids:
+            return said
+        num_free = sequence.sampling.min_tokens - sequence.num_output_tokens  # of which none may be the end
+        for place, number in enumerate(drawn[1::2]):
+            if place >= num_free and number % MEAN_OUTPUT_TOKENS == 0:
+                said[place] = stop_token_ids[0]
+            if said[place] in stop_token_ids:
+                return said[: place + 1]
+        return said
 
 
-def _draw(sequence: Sequence) -> tuple[int, int]:
-    """Two numbers that only prompt, pictures, place in the output, and seed (unless greedy) decide. After the first token they
-    go by that one: a decode instance has not seen the prompt. (A prompt that was too long for a message is zeros here.)"""
-    sampling, num_prompt_tokens = sequence.sampling, sequence.num_prompt_tokens
-    seed = sampling.seed if sampling.temperature >= MIN_TEMPERATURE else 0
-    digest = blake3(f"{seed} {sequence.num_output_tokens}".encode())
-    if sequence.num_output_tokens:
+def _draw(sequence: Sequence, num_tokens: int) -> array[int]:
+    """Two numbers for each of the next tokens, that only prompt, pictures, place in the output, and seed (unless greedy)
+    decide. After the first token they go by that one: a decode instance has not seen the prompt. (A prompt that was too long
+    for a message is zeros here.)"""
+    sampling, num_prompt_tokens, place = sequence.sampling, sequence.num_prompt_tokens, sequence.num_output_tokens
+    digest = blake3(b"%d" % (sampling.seed if sampling.temperature >= MIN_TEMPERATURE else 0))
+    if place:
         digest.update(array("I", sequence.token_ids[num_prompt_tokens : num_prompt_tokens + 1]).tobytes())
     else:
         digest.update(array("I", sequence.token_ids).tobytes())
         for span in sequence.images:
             if not span.image.first_piece:  # the same text in however many parts a picture came
                 digest.update(span.image.mm_hash)
-    drawn = digest.digest(16)
-    return int.from_bytes(drawn[:8], "little"), int.from_bytes(drawn[8:], "little")
+    numbers = array("I")
+    numbers.frombytes(digest.digest(NUMBERS_BYTES * num_tokens, seek=NUMBERS_BYTES * place))
+    return numbers
 
 
 def _shape_of(image: ImageInfo) -> ImageShape:

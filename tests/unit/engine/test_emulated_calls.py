@@ -95,3 +95,54 @@ async def test_what_the_machine_does_not_keep_up_with_is_told() -> None:
         await calls.run(slow)
     passed_s = time.monotonic() - begun_s
     assert calls.lost_s + calls.lag_s == pytest.approx(passed_s - 20 * 0.001, abs=0.01)
+
+
+async def test_steps_known_ahead_take_their_time_as_one_call() -> None:
+    calls, began_s = EmulatedCalls(time_scale=10.0), time.monotonic()
+    assert await calls.run_steps([0.5, 0.25, 0.25]) == 3
+    assert calls._free_at_s - began_s == pytest.approx(0.1, abs=0.01)
+    assert time.monotonic() >= calls._free_at_s - 0.0011
+
+
+async def test_hurry_ends_what_is_known_ahead_after_the_step_under_way() -> None:
+    calls, began_s = EmulatedCalls(time_scale=1.0), time.monotonic()
+    asyncio.get_running_loop().call_later(0.07, calls.hurry)
+    num_made = await calls.run_steps([0.05] * 100)
+    assert 2 <= num_made < 50
+    assert calls._free_at_s - began_s == pytest.approx(0.05 * num_made, abs=0.01)
+
+
+async def test_a_call_that_is_asked_for_has_its_turn_after_the_step_under_way() -> None:
+    calls, log = EmulatedCalls(time_scale=1.0), list[str]()
+    steps = asyncio.create_task(calls.run_steps([0.05] * 100))
+    await asyncio.sleep(0)
+    await calls.run(call, calls, log, "prompt", 0.1)
+    assert steps.done()
+    num_made = steps.result()
+    assert num_made < 50
+    assert await calls.run_steps([0.001] * 5) == 5, "the hurry is over"
+
+
+async def test_a_cancelled_step_lasts() -> None:
+    calls, began_s = EmulatedCalls(time_scale=1.0), time.monotonic()
+    steps = asyncio.create_task(calls.run_steps([0.1] * 50))
+    await asyncio.sleep(0)
+    steps.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await steps
+    assert 0.09 <= time.monotonic() - began_s < 4.0
+
+
+@pytest.mark.parametrize(
+    ("lag_s", "asked_after_s", "is_made_up_for"),
+    [(0.01, 0.001, True), (0.01, -0.1, True), (0.01, 0.003, False), (0.021, 0.001, False)],
+    ids=["at once", "it waited", "it was not there", "too late"],
+)
+async def test_a_late_result_is_made_up_for_by_what_follows_at_once(
+    lag_s: float, asked_after_s: float, is_made_up_for: bool
+) -> None:
+    calls, given_at_s = EmulatedCalls(time_scale=1.0), time.monotonic()
+    calls._free_at_s, calls._given_at_s, calls.lag_s = given_at_s - lag_s, given_at_s, lag_s
+    began_s = calls._begin(given_at_s + asked_after_s)
+    assert (began_s == calls._free_at_s) is is_made_up_for
+    assert calls.lost_s == (0 if is_made_up_for else lag_s)

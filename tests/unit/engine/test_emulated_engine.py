@@ -120,6 +120,44 @@ def test_decode_goes_on_without_the_prompt() -> None:
     assert case.generate(moved, 19) == said[1:]
 
 
+def test_what_is_foreseen_is_what_comes_step_by_step() -> None:
+    case, other = Case(), Case()
+    end = case.checkpoint.eos_token_ids[0]
+    ahead, stepwise = (
+        [one.sequence(50, seed=5, temperature=1.0), one.sequence(90, stop_token_ids=(end,))] for one in (case, other)
+    )
+    for sequence in (*ahead, *stepwise):
+        sequence.num_computed_tokens = len(sequence.token_ids)
+        sequence.token_ids.append(1)
+    outputs, steps_s = case.engine.foresee(ahead, 12)
+    assert [sequence.num_computed_tokens for sequence in ahead] == [50, 90], "nothing has happened"
+    made = []
+    for _ in range(12):
+        made.append(other.engine.run([Chunk(sequence, 1) for sequence in stepwise]))
+        for sequence, token in zip(stepwise, made[-1], strict=True):
+            assert token is not None
+            sequence.token_ids.append(token)
+    assert outputs == [list(tokens) for tokens in zip(*made, strict=True)]
+    assert steps_s == other.spent_s[-12:]
+    case.engine.advance(ahead[0], 12)
+    assert ahead[0].num_computed_tokens == 62
+    with pytest.raises(InternalError):
+        case.engine.advance(ahead[0], 200)
+
+
+def test_an_output_that_ends_is_the_end_of_what_is_foreseen() -> None:
+    case = Case()
+    end = case.checkpoint.eos_token_ids[0]
+    ending = case.sequence(10, stop_token_ids=(end,), max_tokens=5000)
+    ending.num_computed_tokens = 10
+    ending.token_ids.append(1)
+    [output], _ = case.engine.foresee([ending], 5000)
+    assert output[-1] == end
+    assert end not in output[:-1]
+    outputs, steps_s = case.engine.foresee([ending, ending], len(output) - 3)
+    assert [len(one) for one in outputs] == [len(steps_s)] * 2 == [len(output) - 3] * 2
+
+
 def test_words_come_out_and_an_end_unless_it_is_ignored() -> None:
     case = Case()
     end = case.checkpoint.eos_token_ids[0]

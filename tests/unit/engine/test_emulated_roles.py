@@ -17,7 +17,7 @@ from triptych.shared.cost_model.api import DecodeBatch, PrefillChunk
 from triptych.shared.emulation import cost_model_of, open_model
 from triptych.shared.errors import BadRequest
 from triptych.shared.image_info import ImageInfo
-from triptych.shared.messages import InstanceId, PlacedImage, PrefillRequest, RequestId, Role
+from triptych.shared.messages import InstanceId, PlacedImage, PrefillRequest, RequestId, Role, stream_subject
 from triptych.shared.sampling_params import SamplingParams
 from triptych.shared.service import ServiceContext
 from triptych.shared.transport.stand_in import stand_in
@@ -158,7 +158,7 @@ async def test_kv_is_a_bound_and_preemption_changes_nothing() -> None:
     cluster = EmulatedCluster(kv_cache_bytes=60 * 16 * 57344)
     await cluster.start("p", ["prefill"])
     decode = await cluster.start("d", ["decode"])
-    cluster.compute_at(10.0)
+    cluster.compute_at(4.0)
     requests = [text_request(f"r{i}", range(i, i + 40), 64) for i in range(12)]
     alone = [await cluster.generate("p", "d", request) for request in requests[:3]]
     again = [text_request(f"s{i}", range(i, i + 40), 64) for i in range(12)]
@@ -168,6 +168,46 @@ async def test_kv_is_a_bound_and_preemption_changes_nothing() -> None:
     assert decode.role.num_preemptions > 0
     for request in (*requests, *again):
         await cluster.release(request.request_id)
+    await cluster.stop()
+
+
+async def test_steps_that_are_one_call_say_what_single_ones_do_in_fewer_messages() -> None:
+    said, num_messages = [], []
+    for interval_s in (0.0, 0.02):
+        cluster = EmulatedCluster(stream_interval_s=interval_s)
+        await cluster.start("p", ["prefill"])
+        await cluster.start("d", ["decode"])
+        requests = [text_request(f"r{i}", range(i, i + 40), 30 + 20 * i) for i in range(4)]
+        said.append(await asyncio.gather(*(cluster.generate("p", "d", request) for request in requests)))
+        num_messages.append(len(cluster.bus.events[stream_subject(ROUTER)]))
+        for request in requests:
+            await cluster.release(request.request_id)
+        await cluster.stop()
+    assert said[0] == said[1]
+    assert [len(output) for output in said[0]] == [30, 50, 70, 90]
+    assert num_messages[1] < num_messages[0] / 3
+
+
+async def test_who_joins_or_leaves_waits_for_the_step_under_way_only() -> None:
+    """Steps of 0.2 s, of which five or six are one call."""
+    cluster = EmulatedCluster(stream_interval_s=1.0)
+    await cluster.start("p", ["prefill"])
+    decode = await cluster.start("d", ["decode"])
+    running, joining = [text_request(id_, range(40), 2000) for id_ in ("running", "joining")]
+    replies = [await cluster.prefill("p", request) for request in (running, joining)]
+    cluster.compute_at(0.05)
+    await cluster.decode("d", running, replies[0])
+    await until(lambda: len(cluster.stream("running").token_ids) == 1, "its KV is here, its next steps are one call")
+    await cluster.decode("d", joining, replies[1])
+    await until(lambda: decode.role.load().num_running == 2, "it joins")
+    assert len(cluster.stream("running").token_ids) < 5
+    await until(lambda: len(cluster.stream("joining").token_ids) == 1, "its KV is here, their next steps are one call")
+    [leaving] = [job for job in decode.role._jobs if job.request.request_id == "joining"]
+    begun_s = time.monotonic()
+    await cluster.release("joining")
+    await until(lambda: not leaving.sequence.block_table, "its blocks are free")
+    assert time.monotonic() - begun_s < 0.9
+    await cluster.release("running")
     await cluster.stop()
 
 
