@@ -94,17 +94,17 @@ class Watch:
 
     async def check_integrity(self) -> None:
         """No instance has ever found a KV block that nobody accounts for."""
-        for name, failures in (await self._of_instances("triptych_kv_integrity_failures_total")).items():
+        for name, failures in (await self.values_of("triptych_kv_integrity_failures_total")).items():
             assert failures == 0, f"{name} lost count of its KV blocks"
 
     async def until_checked(self, within_s: float = 15.0) -> None:
         """`check_integrity`, once all instances have looked since they were last at work: some seconds after that."""
         async with asyncio.timeout(within_s):
-            while not all((await self._of_instances("triptych_kv_integrity_checked")).values()):  # noqa: ASYNC110 - their state
+            while not all((await self.values_of("triptych_kv_integrity_checked")).values()):  # noqa: ASYNC110 - their state
                 await asyncio.sleep(0.2)  # how often it is asked
         await self.check_integrity()
 
-    async def _of_instances(self, metric: str) -> dict[str, float]:
+    async def values_of(self, metric: str) -> dict[str, float]:
         """Its value at each that lives."""
         values = {}
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(10), trust_env=False) as http:
