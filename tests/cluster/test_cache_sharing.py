@@ -84,7 +84,7 @@ async def test_pictures_are_worked_on_once_for_each_tenant(cluster: Cluster, ref
     prompts = reference.answer(case).num_prompt_tokens
     async with session() as http, Watch(cluster.nats_url) as watch:
         await watch.until_complete()
-        client = Client(http, cluster.url, [beat.http_url for beat in watch.living().values()], reference)
+        client = Client(http, cluster.url, [beat.http_url for beat in watch.living().values() if beat.http_url], reference)
         for tenant in ("tenant-one", "tenant-two", ""):
             answer, work = await client.work_for(case, cache_salt=tenant)
             assert (num_cached(answer), work) == (0, everything), f"{tenant} gets what others asked for"

@@ -54,19 +54,23 @@ class IndexServer:
 
     async def hang(self, rng: random.Random) -> None:
         """Stands still for a while; how long is the fault that is varied."""
-        pids = self._cluster.pids_of(PROGRAM)
-        for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
+        self.stop()
         try:
             await asyncio.sleep(rng.uniform(0.1, LONGEST_HANG_S))
         finally:
-            for pid in pids:
-                os.kill(pid, signal.SIGCONT)
+            self._send(signal.SIGCONT)
+
+    def stop(self) -> None:
+        """It takes what it is sent, and answers nothing."""
+        self._send(signal.SIGSTOP)
 
     def kill(self) -> None:
         """`triptych up` starts it again, empty."""
+        self._send(signal.SIGKILL)
+
+    def _send(self, number: signal.Signals) -> None:
         for pid in self._cluster.pids_of(PROGRAM):
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, number)
 
     async def used_bytes(self) -> int:
         """Beside what an empty server takes."""

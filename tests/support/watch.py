@@ -105,10 +105,11 @@ class Watch:
         await self.check_integrity()
 
     async def values_of(self, metric: str) -> dict[str, float]:
-        """Its value at each that lives."""
+        """Its value at each that has started, and lives."""
         values = {}
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(10), trust_env=False) as http:
-            for beat in [beat for beat in self.living().values() if beat.service == "instance"]:
+            started = [beat for beat in self.living().values() if beat.service == "instance" and beat.state != "starting"]
+            for beat in started:
                 async with http.get(f"{beat.http_url}/metrics") as response:
                     found = re.search(rf"^{metric} (\S+)$", await response.text(), re.MULTILINE)
                 assert found is not None, f"{beat.instance_id} has no {metric}"
