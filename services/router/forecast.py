@@ -80,7 +80,8 @@ def refuse_if_late(calls: StageCalls, prompt: Prompt, pictures: Pictures, cached
         return
     work = prompt_work(calls, prompt, pictures, cached)
     num_cached = max(work.prefixes.values(), default=0)
-    stages = [StageWork(calls.routes.views("prefill"), work.num_tokens - num_cached)]
+    able = [*calls.routes.views("prefill"), *calls.routes.hosts(work).able]
+    stages = [StageWork(able, work.num_tokens - num_cached)]
     if pictures.need_room:
         stages.append(StageWork(calls.routes.views("encoder"), pictures.num_needed_tokens))
     admission = admit(stages, target_s, calls.parts.limits.longest_slo_ttft_s)

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from triptych.services.router.record import STAGES, Stage
@@ -108,10 +108,11 @@ class LoadBook:
         ]
 
     def hosts(self, instance_ids: Iterable[InstanceId]) -> list[InstanceView]:
-        """Those of these instances that take only follow-ups, as candidates to compute the end of a prompt."""
+        """Those of these instances that take only follow-ups, as candidates to compute the end of a prompt. Their own pace is
+        that of short prompts, which take everybody longer by the token: it tells nothing."""
         beats = filter(None, map(self._registry.get, instance_ids))
         able = [beat for beat in beats if beat.takes_follow_ups and beat.state == "ready"]
-        return [self._view(beat, "prefill") for beat in able if not self._is_suspect(beat)]
+        return [replace(self._view(beat, "prefill"), tokens_per_s=0.0) for beat in able if not self._is_suspect(beat)]
 
     @contextmanager
     def hold(self, instance_id: InstanceId, stage: Stage, num_tokens: int) -> Iterator[None]:

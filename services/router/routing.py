@@ -61,7 +61,7 @@ class Routes:
 
         def choose(views: Sequence[InstanceView]) -> Choice | None:
             turn, home = self._turn("prefill"), self._home_for("prefill", views)
-            choice = self._rules.prefill(views, prompt, turn, home, self._hosts(prompt, tried))
+            choice = self._rules.prefill(views, prompt, turn, home, self.hosts(prompt, tried))
             tried.update(() if choice is None else (choice.instance_id,))  # it will not be better there in a moment
             return choice
 
@@ -82,9 +82,9 @@ class Routes:
         """Whether that stage of the attempt may be there: anywhere, or only at its home."""
         return stage not in self._rules.coupled or self._home_for(stage, self.views(stage)) == instance_id
 
-    def _hosts(self, prompt: PromptWork, tried: Collection[InstanceId]) -> Hosts:
+    def hosts(self, prompt: PromptWork, leave_out: Collection[InstanceId] = ()) -> Hosts:
         """Who may go on with it as a follow-up."""
-        holders = [holder for holder in self._rules.follow_ups.holders(prompt) if holder not in tried]
+        holders = [holder for holder in self._rules.follow_ups.holders(prompt) if holder not in leave_out]
         if not (hosts := self._routing.book.hosts(holders)):
             return NO_HOSTS
         return Hosts(self._rules.candidates(hosts, self._group), self._routing.book.views("decode"))

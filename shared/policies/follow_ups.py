@@ -42,21 +42,20 @@ class FollowUps:
         self, hosts: Hosts, prompt: PromptWork, candidates: Sequence[StageView], elsewhere: Choice | None
     ) -> Choice | None:
         """A host, unless it is sooner elsewhere: there the KV has to get to a decode instance before the second token, whose
-        engine takes it in meanwhile; here running outputs stand still while the end of the prompt is computed. Both at the
-        candidates' pace: that of a host is one of short prompts, which take everybody longer by the token."""
-        pace = Pace.of(candidates).tokens_per_s
+        engine takes it in meanwhile; here running outputs stand still while the end of the prompt is computed."""
+        pace = Pace.of(candidates)
         decoding = {view.instance_id: view for view in hosts.decoding}
         able = [view for view in hosts.able if view.num_free_blocks >= prompt.num_blocks]
         kv_s = 0.0 if prompt.kv_costs is None else prompt.kv_costs.transfer_s(prompt.num_tokens)
 
         def cost_s(view: StageView) -> float:
-            own_s = (prompt.num_tokens - prompt.num_usable(view.instance_id)) / pace
+            own_s = (prompt.num_tokens - prompt.num_usable(view.instance_id)) / pace.at(view)
+            first_token_s = pace.wait_s(view) + own_s
             outputs = decoding.get(view.instance_id)
-            wait_s = view.other_s + view.num_pending_tokens / pace
             if outputs is None or not outputs.num_requests:
-                return wait_s + own_s
+                return first_token_s
             step_s = outputs.num_requests / outputs.tokens_per_s if outputs.tokens_per_s else 0.0
-            return wait_s + step_s + own_s + max(0.0, own_s - kv_s)
+            return step_s + first_token_s + max(0.0, own_s - kv_s)
 
         best = min(able, key=lambda view: (cost_s(view), view.num_requests, view.instance_id), default=None)
         if best is None:

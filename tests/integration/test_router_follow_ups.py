@@ -81,6 +81,14 @@ async def test_a_busy_holder_is_left_to_those_who_wait(world: World) -> None:
     assert stages["prefill"].seen[-1].prefix.instance_id == stages["decode"].instance_id
 
 
+async def test_a_queue_at_prefill_refuses_no_follow_up(world: World) -> None:
+    stages, _ = await turns(world)
+    stages["prefill"].loads = (StageLoad("prefill", num_pending_tokens=10_000, tokens_per_s=100.0),)
+    stages["prefill"].beat()
+    assert places(await second_turn(world, slo_ttft_ms=5000)) == [("prefill", "decode-0"), ("decode", "decode-0")]
+    assert (await world.ask("Something else.", slo_ttft_ms=5000)).status_code == 503
+
+
 async def test_a_refusal_is_followed_by_the_normal_way(world: World) -> None:
     stages, _ = await turns(world)
 

@@ -126,3 +126,25 @@ def test_refusals_and_other_models_are_left_out() -> None:
     assert book.views("encoder", leave_out=[A]) == []
     registry.on_event(beat(revision="other"), 0.5)
     assert book.views("encoder") == []
+
+
+def test_hosts_are_those_that_take_follow_ups() -> None:
+    registry = Registry(3.0)
+    book = book_of(registry)
+    host = msgspec.structs.replace(
+        beat(),
+        roles=("decode",),
+        takes_follow_ups=True,
+        loads=(StageLoad("prefill", num_pending_tokens=40, tokens_per_s=10.0),),
+    )
+    assert book.hosts([A]) == []
+    for other in (beat(), msgspec.structs.replace(host, state="draining")):
+        registry.on_event(other, 0.0)
+        assert book.hosts([A]) == []
+    registry.on_event(host, 0.0)
+    assert book.views("prefill") == []
+    with book.hold(A, "prefill", 9):
+        [view] = book.hosts([A])
+    assert (view.num_pending_tokens, view.num_requests, view.tokens_per_s) == (49, 1, 0.0), "its pace is of short prompts"
+    book.suspect(A)
+    assert book.hosts([A]) == []
