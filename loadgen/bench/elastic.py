@@ -18,6 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from triptych.loadgen.bench import keeping_up
 from triptych.loadgen.bench.measured_cluster import measured_cluster
 from triptych.loadgen.bench.policy import MODEL, SEEDS, Part, PolicyBench, Scale, conditions_of
 from triptych.loadgen.bench.report import Bar, Report
@@ -75,12 +76,13 @@ async def bench_elastic(plan: Plan) -> Report:
     with tempfile.TemporaryDirectory() as folder:
         bench = PolicyBench(scale, Path(folder))
         for policy in scale.policies:
-            async with measured_cluster(MODEL, bench.options(policy)) as (info, _):
-                found = await bench.replay_all(policy, str(info["url"]))
+            async with measured_cluster(MODEL, bench.options(policy)) as (info, http):
+                found = await bench.replay_all(policy, info, http)
                 moves = Moves.of(await _decisions(str(info["nats_url"])), scale.time_scale)
             of_workloads = ((f"{workload}_{name}", value) for workload, one in found.items() for name, value in one.figures())
             figures |= {f"{name}.{policy}": value for name, value in itertools.chain(of_workloads, moves.figures())}
-    return Report("elastic", conditions_of(scale, plan), figures, {} if plan.is_quick else bars(figures))
+    promised = {} if plan.is_quick else bars(figures) | keeping_up.bar(figures)
+    return Report("elastic", conditions_of(scale, plan), figures, promised)
 
 
 async def _decisions(nats_url: str) -> list[dict[str, Any]]:

@@ -13,10 +13,14 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import aiohttp
 import msgspec
 from rich.console import Console
 
+from triptych.loadgen.bench import keeping_up
+from triptych.loadgen.bench.keeping_up import Effort, Effortmeter
 from triptych.loadgen.bench.measured_cluster import REQUEST_TIMEOUT_S, measured_cluster
 from triptych.loadgen.bench.report import Bar, Report
 from triptych.loadgen.bench.runner import BenchFailed, Plan, machine, tell
@@ -42,6 +46,7 @@ BURSTS, LIGHT = "bursts", "image-light"
 IMAGE_BURSTS_S = ((60.0, 90.0), (150.0, 180.0))  # of workloads/bursts: more requests with pictures, more pictures a request
 MAX_TEXT_RATIO = 0.5
 MIN_LIGHT_RATIO = 0.98
+STREAM_INTERVAL_S = 0.1  # chosen, real: TTFT and the mean TBT of an output don't depend on it, what it costs to emulate does
 MAX_PREFILL_TOKENS = 2048  # of a step, chosen for all sets: Sarathi-Serve (arXiv 2403.02310) takes 512 to 2048
 
 
@@ -71,19 +76,24 @@ QUICK = Scale({BURSTS: Part(1.0, 70.0), LIGHT: Part(1.0, 20.0)}, 10.0, SEEDS[:1]
 @dataclass(slots=True)
 class Found:
     """Of one set under one workload, all seeds together. burst_text_s: TTFT of its text requests that came in a burst of
-    pictures; modelled seconds, as goodput is per modelled second."""
+    pictures; modelled seconds, as goodput is per modelled second. own_scaled_met: shares in time. efforts: one of each replay.
+    """
 
     burst_text_s: list[float] = field(default_factory=list)
     own_scaled_per_s: list[float] = field(default_factory=list)
     class_wide_per_s: list[float] = field(default_factory=list)
+    own_scaled_met: list[float] = field(default_factory=list)
     num_failed: int = 0
+    efforts: list[Effort] = field(default_factory=list)
 
     def figures(self) -> Iterator[tuple[str, float]]:
         if self.burst_text_s:
             yield "text_p99_ttft_in_bursts_s", percentile(self.burst_text_s, 0.99)
         yield "goodput_own_scaled_per_s", statistics.fmean(self.own_scaled_per_s)
         yield "goodput_class_wide_per_s", statistics.fmean(self.class_wide_per_s)
+        yield "attainment_own_scaled", statistics.fmean(self.own_scaled_met)
         yield "num_failed", self.num_failed
+        yield from keeping_up.figures(self.efforts)
 
 
 def percentile(values: Iterable[float], share: float) -> float:
@@ -110,7 +120,8 @@ async def bench_policy(plan: Plan) -> Report:
         for workload, of_policy in by_workload.items()
         for name, value in of_policy.figures()
     }
-    return Report("policy", conditions_of(scale, plan), figures, {} if plan.is_quick else _bars(figures))
+    promised = {} if plan.is_quick else _bars(figures) | keeping_up.bar(figures)
+    return Report("policy", conditions_of(scale, plan), figures, promised)
 
 
 def conditions_of(scale: Scale, plan: Plan) -> dict[str, object]:
@@ -128,25 +139,29 @@ def conditions_of(scale: Scale, plan: Plan) -> dict[str, object]:
 
 
 class PolicyBench:
-    """folder: for the results of the replays."""
+    """folder: for the results of the replays. isolated: what requests take alone, measured at the first replay unless given."""
 
-    def __init__(self, scale: Scale, folder: Path) -> None:
+    def __init__(self, scale: Scale, folder: Path, isolated: Mapping[str, Isolated] | None = None) -> None:
         self._scale = scale
         self._folder = folder
-        self._isolated: Mapping[str, Isolated] = {}
+        self.isolated: Mapping[str, Isolated] = isolated or {}
 
     async def measure(self, policy: str) -> dict[str, Found]:
         """By workload."""
-        async with measured_cluster(MODEL, self.options(policy)) as (info, _):
-            return await self.replay_all(policy, str(info["url"]))
+        async with measured_cluster(MODEL, self.options(policy)) as cluster:
+            return await self.replay_all(policy, *cluster)
 
-    async def replay_all(self, policy: str, url: str) -> dict[str, Found]:
-        """By workload, against a cluster of that set."""
+    async def replay_all(self, policy: str, info: Mapping[str, Any], http: aiohttp.ClientSession) -> dict[str, Found]:
+        """By workload, against a cluster of that set (measured_cluster's)."""
+        meter = Effortmeter(info, http)
         found = {workload: Found() for workload in self._scale.parts}
         for workload, into in found.items():
             for seed in self._scale.seeds:
                 tell(f"{policy}: {workload}, seed {seed} ...")
-                await self._replay(url, workload, seed, into)
+                before = await meter.read()
+                await self._replay(str(info["url"]), workload, seed, into)
+                into.efforts.append(Effort.between(before, await meter.read()))
+                tell(f"  {into.efforts[-1]}")
         return found
 
     async def _replay(self, url: str, workload: str, seed: int, into: Found) -> None:
@@ -155,12 +170,13 @@ class PolicyBench:
         conditions = await replay(self._trace(workload, seed), self._replay_options(url, out, seed), Console(quiet=True))
         if conditions.ended != "complete":
             raise BenchFailed(f"the replay of {workload} did not come to its end: {conditions.message}")
-        self._isolated = conditions.isolated
+        self.isolated = conditions.isolated
         [whole] = [figures for figures in make_report(out).classes if figures.name == "all"]
         if whole.slo_own_scaled is None or whole.slo_class_wide is None or len(conditions.isolated) < len(CLASSES):
             raise BenchFailed("what requests take alone could not be measured")
         into.own_scaled_per_s.append(whole.slo_own_scaled.goodput_per_s / self._scale.time_scale)
         into.class_wide_per_s.append(whole.slo_class_wide.goodput_per_s / self._scale.time_scale)
+        into.own_scaled_met.append(whole.slo_own_scaled.met)
         into.num_failed += sum(whole.errors.values())
         if workload == BURSTS:
             into.burst_text_s += self._text_in_bursts(OutcomesReader(out / OUTCOMES_FILE))
@@ -178,8 +194,9 @@ class PolicyBench:
         """Of `triptych up`."""
         given: dict[str, object] = {"--policy": policy, "--instances": NUM_INSTANCES, "--preprocess": 2}
         given |= {"--emulate": GPU, "--time-scale": self._scale.time_scale, "--max-prefill-tokens": MAX_PREFILL_TOKENS}
+        given["--stream-interval-s"] = STREAM_INTERVAL_S
         if policy_set(policy).queue_order is not fcfs:
-            targets_s = {name: SLO_FACTOR * isolated.ttft_s for name, isolated in self._isolated.items()}
+            targets_s = {name: SLO_FACTOR * isolated.ttft_s for name, isolated in self.isolated.items()}
             given |= {"--slo-ttft-text-s": targets_s["text"], "--slo-ttft-picture-s": targets_s["image"]}
         return [str(part) for option in given.items() for part in option]
 
@@ -202,7 +219,7 @@ class PolicyBench:
             send=SendOptions(seed=seed),
             timeout_s=REQUEST_TIMEOUT_S,
             slos=parse_slos([f"ttft={SLO_FACTOR}x,tbt={SLO_FACTOR}x"]),
-            isolated=self._isolated,
+            isolated=self.isolated,
         )
 
 

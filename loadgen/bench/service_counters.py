@@ -1,4 +1,4 @@
-"""What the services of a cluster say that they did: their Prometheus counters, summed over all processes."""
+"""What the services of a cluster say that they did: their heartbeats; their Prometheus counters, summed over all processes."""
 
 from __future__ import annotations
 
@@ -43,3 +43,10 @@ async def service_counters(http: aiohttp.ClientSession, urls: Sequence[str], pre
                     name = family.name.removeprefix(prefix)
                     total[name] += sum(int(sample.value) for sample in family.samples if sample.name.endswith("_total"))
     return total
+
+
+async def gauge(http: aiohttp.ClientSession, url: str, name: str) -> float:
+    """Of one service, summed over its labels."""
+    async with http.get(f"{url}/metrics") as response:
+        families = text_string_to_metric_families(await response.text())
+        return sum(sample.value for family in families if family.name == name for sample in family.samples)

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 TIMER_TICK_S = 0.001  # uvloop's timers count whole milliseconds
 FOLLOWS_WITHIN_S = 2 * TIMER_TICK_S  # chosen: a call asked for this soon after the last result begins where that call ended
-MAX_LAG_S = 0.02  # chosen: what is made up for; tokens are gathered for as long on their way to the router
+MAX_LAG_S = 0.01  # chosen: what is made up for; tokens are gathered for longer on their way to the router
 
 
 class EmulatedCalls:

@@ -65,7 +65,17 @@ def test_policy() -> None:
     report = quick("policy")
     for workload in ("bursts", "image-light"):
         assert sides_of(report, f"{workload}_goodput_own_scaled_per_s") == {"monolith", "triptych"}
+        assert sides_of(report, f"{workload}_emulation_lost_share") == {"monolith", "triptych"}
     assert sides_of(report, "bursts_text_p99_ttft_in_bursts_s") == {"monolith", "triptych"}
+
+
+@pytest.mark.long
+def test_autoscale() -> None:
+    report = quick("autoscale")
+    assert sides_of(report, "gpu_seconds") == {"triptych", "monolith"}
+    for name in ("triptych", "monolith"):
+        assert report["figures"][f"gpu_seconds.{name}"] > 0
+        assert report["figures"][f"most_instances.{name}"] >= 2
 
 
 @pytest.mark.long
