@@ -49,6 +49,7 @@ from triptych.shared.messages import (
     SwitchReply,
     SwitchRequest,
 )
+from triptych.shared.policies.groups import Group
 from triptych.shared.request_tasks import RequestTasks
 from triptych.shared.service import Report, ServiceApp, ServiceContext
 from triptych.shared.settings import Settings
@@ -82,7 +83,7 @@ class InstanceService:
         self._emulated = EmulatedCalls(settings.time_scale) if settings.emulate else None
         self._thread: EngineCalls = self._emulated or EngineThread()
         self._tasks = RequestTasks()
-        self._group = settings.group
+        self._group: Group = settings.group
         self._names: tuple[Role, ...] = ()
         self._takes_follow_ups = False
         self._roles = RoleSet(lambda role: _make_role(role, self._context))
@@ -140,7 +141,8 @@ class InstanceService:
             case HandOverRequest():
                 decode = self._role("decode")
                 assert isinstance(decode, DecodeRole)
-                decode.hand_over(math.inf if request.num_tokens is None else request.num_tokens)
+                if self._context.has_peer("decode"):  # nor later, when there is one
+                    decode.hand_over(math.inf if request.num_tokens is None else request.num_tokens)
                 return Accepted()
             case _:
                 raise InternalError(f"an instance has no use for a {type(request).__name__}", code="invalid_message")

@@ -71,7 +71,8 @@ def host_context(frame: ServiceContext, parts: HostParts, tasks: RequestTasks) -
         return None if heartbeat is None else heartbeat.transport
 
     def has_peer(role: Role) -> bool:
-        return any(beat.instance_id != holder for beat in frame.registry.ready(role=role))
+        is_bound = role in policies.routing.coupled  # then a request can't leave the instance that it began on
+        return not is_bound and any(beat.instance_id != holder for beat in frame.registry.ready(role=role))
 
     return HostContext(
         settings=parts.settings,

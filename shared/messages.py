@@ -168,8 +168,8 @@ class PrefillReply(Message, frozen=True):
 class DecodeRequest(Message, frozen=True):
     """Go on after `output`, the output tokens so far (little-endian uint32), of which kv has all but the last. Chunks go to
     stream_subject(router_id), the first with that number for a seq, in few if `whole`. prompt_token_set: only with a repetition
-    penalty, the prompt's token ids as bits (see token_set.py). An instance that handed the request over takes it back, also
-    when it takes no other."""
+    penalty, the prompt's token ids as bits (see token_set.py). long_output: in place of `output` where that is too long for a
+    message, a uint8 tensor. An instance that handed the request over takes it back, also when it takes no other."""
 
     request_id: RequestId
     router_id: InstanceId
@@ -180,6 +180,7 @@ class DecodeRequest(Message, frozen=True):
     timeout_s: float
     prompt_token_set: bytes = b""
     whole: bool = False
+    long_output: TensorRef | None = None
 
 
 class Accepted(Message, frozen=True):

@@ -80,20 +80,18 @@ class DecodeBatch:
         """Whether it waits or runs here."""
         return job in self._waiting or job in self._running
 
-    async def lease(self, job: DecodeJob, lease_s: float) -> KvRef | None:
-        """Between two steps: a job leaves, its KV is kept for whoever goes on with it. None where that has to be computed
-        again. Raises TriptychError, and then it has to be, too."""
+    async def lease(self, job: DecodeJob, lease_s: float) -> KvRef:
+        """Between two steps: a job whose KV is in one piece leaves, and that is kept for whoever goes on with it. Raises
+        TriptychError, and then it has to be computed again."""
         kv, sequence = self._context.kv, job.sequence
         job.has_left = True
         job.extend_chain()
         keys, tail = (b"", b"") if job.chain is None else (job.chain.packed(), job.chain.tail)
         try:
-            if job.kv is None and sequence.block_table:
-                self._keep(job)
-                return await kv.lease(sequence, lease_s, keys, tail)
-            if job.kv is not None and not job.shared:
+            if job.kv is not None:
                 return await kv.lease_copy(job.kv, sequence, lease_s, keys, tail)
-            return None
+            self._keep(job)
+            return await kv.lease(sequence, lease_s, keys, tail)
         finally:
             self.leave(job)
 

@@ -19,6 +19,7 @@ from triptych.shared.errors import TriptychError
 from triptych.shared.messages import KvRef, TensorId
 
 MAX_UNDER_WAY = 4  # chosen: leased and not pulled yet; a transfer is short, what is between two of them is longer
+UNDER_WAY_S = 5.0  # chosen: many transfers; what nobody has pulled by then (its client reads nothing) holds up no others
 
 _log = structlog.get_logger(__name__)
 
@@ -31,7 +32,7 @@ class HandOver:
         self._batch = batch
         self._on_leased = on_leased
         self._wanted: set[DecodeJob] = set()
-        self._under_way: set[TensorId] = set()
+        self._under_way: dict[TensorId, float] = {}  # and how long they count as that
 
     def want(self, jobs: Iterable[DecodeJob], num_tokens: float = math.inf) -> None:
         """These are to leave, as soon as another instance takes requests: the youngest, with num_tokens in context together."""
@@ -52,13 +53,17 @@ class HandOver:
         """Whether it may leave now."""
         return job in self._wanted and time.monotonic() >= job.stays_until_s and self._context.has_peer("decode")
 
+    def is_idle(self) -> bool:
+        """Nobody that left is still to be pulled: until then it may come back."""
+        return not any(map(self._context.kv.is_leased, self._under_way))
+
     async def step(self) -> None:
-        """Between two steps of the batch."""
+        """Between two steps of the batch. One that was preempted, and shared blocks, leaves when it has its blocks again."""
         if not self._wanted or not self._context.has_peer("decode"):
             return
-        self._under_way = {tensor_id for tensor_id in self._under_way if self._context.kv.is_leased(tensor_id)}
-        now_s = time.monotonic()
-        due = [job for job in self._wanted if now_s >= job.stays_until_s and self._batch.has(job)]
+        now_s, is_leased = time.monotonic(), self._context.kv.is_leased
+        self._under_way = {id_: until_s for id_, until_s in self._under_way.items() if now_s < until_s and is_leased(id_)}
+        due = [job for job in self._wanted if now_s >= job.stays_until_s and self._batch.has(job) and not job.shared]
         for job in sorted(due, key=lambda job: job.arrived_at_s)[: MAX_UNDER_WAY - len(self._under_way)]:
             await self._hand_over(job, now_s)
 
@@ -70,7 +75,7 @@ class HandOver:
         except TriptychError as error:
             _log.info("KV could not be leased", request_id=request_id, code=error.code)
         if kv is not None:
-            self._under_way.add(kv.tensor.tensor_id)
+            self._under_way[kv.tensor.tensor_id] = now_s + UNDER_WAY_S
         self._on_leased(job, kv)
         if self._context.tasks.is_released(request_id):  # in this moment: nobody will ask for it
             self._context.transport.release_request(request_id)

@@ -10,6 +10,7 @@ import asyncio
 import math
 import time
 
+import msgspec
 import structlog
 
 from triptych.services.decode.batch import DecodeBatch
@@ -81,7 +82,7 @@ class DecodeRole:
 
     def is_idle(self) -> bool:
         is_empty = not self._jobs and not self._tasks and self._batch.is_empty() and self._outbox.is_empty()
-        return is_empty and not self._loop.is_stepping
+        return is_empty and not self._loop.is_stepping and self._hand_over.is_idle()
 
     async def stop(self) -> None:
         self.close_intake()
@@ -108,9 +109,13 @@ class DecodeRole:
         """
         if not isinstance(request, DecodeRequest):
             raise InternalError(f"decode has no use for a {type(request).__name__}")
-        comes_back = request.kv.tensor.owner == self._context.instance_id and len(request.output) > BYTES_PER_TOKEN
+        has_begun = len(request.output) > BYTES_PER_TOKEN or request.long_output is not None
+        comes_back = request.kv.tensor.owner == self._context.instance_id and has_begun
         if not comes_back:
             self._intake.check(len(self._jobs) - self._batch.num_running)
+        if request.long_output is not None:
+            output = await self._context.pull(request.long_output)
+            request = msgspec.structs.replace(request, output=output.numpy().tobytes(), long_output=None)
         check_request(request, self._context.engine, self._context.max_model_len)
         self._context.tasks.refuse_released(request.request_id)
         job = new_job(request, self._context.prefixes.chain_from(request.kv), time.monotonic())

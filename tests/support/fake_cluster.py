@@ -222,11 +222,11 @@ class FakeCluster:
         assert reply.kv is not None
         await self._decode(name, request, reply.kv, [reply.first_token], timeout_s, whole)
 
-    async def go_on(self, name: str, request: PrefillRequest, reply: PrefillReply) -> None:
-        """At another instance, after it was handed over."""
+    async def go_on(self, name: str, request: PrefillRequest, reply: PrefillReply, is_long: bool = False) -> None:
+        """At another instance, after it was handed over. is_long: as if its output so far were too long for a message."""
         stream = self.stream(request.request_id)
         assert stream.kv is not None
-        await self._decode(name, request, stream.kv, [reply.first_token, *stream.token_ids])
+        await self._decode(name, request, stream.kv, [reply.first_token, *stream.token_ids], is_long=is_long)
 
     async def _decode(
         self,
@@ -236,10 +236,15 @@ class FakeCluster:
         output: list[int],
         timeout_s: float = WAIT_S,
         whole: bool = False,
+        is_long: bool = False,
     ) -> None:
+        inline, leased = pack_tokens(output), None
+        if is_long:
+            content, inline = torch.frombuffer(bytearray(inline), dtype=torch.uint8), b""
+            leased = await next(iter(self.hosts.values())).transport.put(content, request.request_id, timeout_s)
         decode = DecodeRequest(
-            request.request_id, request.router_id, kv, pack_tokens(output), request.prompt.num_tokens, request.sampling,
-            timeout_s, whole=whole,
+            request.request_id, request.router_id, kv, inline, request.prompt.num_tokens, request.sampling,
+            timeout_s, whole=whole, long_output=leased,
         )  # fmt: skip
         assert isinstance(await self.bus.request(InstanceId(name), decode, WAIT_S), Accepted)
 

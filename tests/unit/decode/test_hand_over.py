@@ -9,6 +9,7 @@ import pytest
 
 from support.fake_cluster import ROUTER, FakeCluster, error_of, text_request, until
 from support.fake_engine import FakeEngine, expected_tokens
+from triptych.services.decode import hand_over as hand_over_module
 from triptych.services.decode import role as decode_role
 from triptych.services.decode.hand_over import MAX_UNDER_WAY
 from triptych.shared.messages import InstanceId, Lost, PrefillReply, PrefillRequest, ReleaseRequest, RequestId
@@ -256,4 +257,97 @@ async def test_a_role_whose_time_to_end_is_over_gives_its_requests_up() -> None:
     assert (await error_of(waits)).code == "given_up"
     for request_id in ("running", "waits"):
         await cluster.release(request_id)
+    await cluster.stop()
+
+
+async def test_those_that_were_preempted_and_share_blocks_leave_when_they_have_theirs_again() -> None:
+    """Nothing is computed again for a switch."""
+    cluster = await start(engine=FakeEngine(28))
+    shared = list(range(1, 14))
+    prompts = {f"r{i}": [*shared, i] for i in range(6)}
+    requests = {id_: text_request(id_, prompt, 40) for id_, prompt in prompts.items()}
+    replies = {id_: await cluster.prefill("p", request) for id_, request in requests.items()}
+    decode = cluster.hosts[InstanceId("d0")]
+    decode.engine.step_time_s = 0.002
+    for id_, request in requests.items():
+        await cluster.decode("d0", request, replies[id_])
+    await until(
+        lambda: any(job.is_preempted and job.shared for job in decode.role._jobs), "one is preempted, without what it shared"
+    )
+    await cluster.switch("d0", "encoder")
+    waiting = set(requests)
+    while waiting:
+        await until(lambda: any(cluster.stream(id_).kv or cluster.stream(id_).last for id_ in waiting), "one is handed over")
+        for id_ in tuple(waiting):
+            stream = cluster.stream(id_)
+            if stream.kv is not None:
+                await cluster.go_on("d1", requests[id_], replies[id_])
+            if stream.kv is not None or stream.last is not None:
+                waiting.remove(id_)
+    for id_, request in requests.items():
+        assert await output_of(cluster, request, replies[id_]) == expected_tokens(prompts[id_], 0, 40)
+    assert sum(cluster.stream(id_).num_moves for id_ in requests) > 2
+    await cluster.stop()
+
+
+async def test_those_that_nobody_pulls_hold_up_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = await start()
+    monkeypatch.setattr(hand_over_module, "UNDER_WAY_S", 0.05, raising=False)
+    request_ids = [f"r{i}" for i in range(MAX_UNDER_WAY + 2)]
+    for id_ in request_ids:
+        await begin(cluster, id_, 3000)
+    await cluster.hand_over("d0")
+    for id_ in request_ids:
+        await cluster.handed_over(id_)
+    for id_ in request_ids:
+        await cluster.release(id_)
+    await cluster.stop()
+
+
+async def test_a_role_lasts_until_what_it_handed_over_is_elsewhere() -> None:
+    """Else it could not come back where nobody else takes it."""
+    cluster = await start()
+    begun = await begin(cluster, "r", 300)
+    decode = cluster.hosts[InstanceId("d0")].role
+    await cluster.switch("d0", "encoder")
+    await cluster.handed_over("r")
+    await until(lambda: not decode._tasks and decode._batch.is_empty() and not decode._loop.is_stepping, "it has left")
+    assert not decode.is_idle()
+    await cluster.go_on("d1", *begun)
+    await until(lambda: len(cluster.hosts[InstanceId("d0")]._roles.all()) == 1, "the role has ended")
+    await output_of(cluster, *begun)
+    await cluster.stop()
+
+
+async def test_to_hand_over_to_nobody_is_not_remembered() -> None:
+    cluster = await start(1)
+    begun = await begin(cluster, "r", 200)
+    await cluster.hand_over("d0")
+    await cluster.start("d1", ["decode"], FakeEngine(200))
+    assert await output_of(cluster, *begun) == expected_tokens(PROMPT, 0, 200)
+    assert cluster.stream("r").num_moves == 0
+    await cluster.stop()
+
+
+async def test_what_is_bound_to_its_instance_ends_there() -> None:
+    """As on a coupled server that is drained: elsewhere it would be computed again."""
+    cluster = FakeCluster(policy="monolith")
+    for name in ("m0", "m1"):
+        await cluster.start(name, ["prefill", "decode"], FakeEngine(200))
+    request = text_request("r", PROMPT, 200)
+    reply = await cluster.prefill("m0", request)
+    await cluster.decode("m0", request, reply)
+    cluster.hosts[InstanceId("m0")]._roles.close_intakes()
+    assert await output_of(cluster, request, reply) == expected_tokens(PROMPT, 0, 200)
+    assert cluster.stream("r").num_moves == 0
+    await cluster.stop()
+
+
+async def test_a_long_output_comes_by_the_transport() -> None:
+    cluster = await start()
+    begun = await begin(cluster, "r", 200)
+    await cluster.hand_over("d0")
+    await cluster.handed_over("r")
+    await cluster.go_on("d1", *begun, is_long=True)
+    assert await output_of(cluster, *begun) == expected_tokens(PROMPT, 0, 200)
     await cluster.stop()
