@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 UNREACHABLE = "unreachable"  # code of an InstanceLost whose request never got to the instance: it did no harm there
+GIVEN_UP = "given_up"  # code of an InstanceLost: the role was taken away, and its time to end is over
 CACHE_MISS = "cache_miss"  # code of an InstanceLost that asked for something only because the cache index said it was held
 ErrorKind = Literal["bad_request", "overloaded", "instance_lost", "internal"]
 

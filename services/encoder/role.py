@@ -13,8 +13,8 @@ from triptych.services.encoder.batch import EncodeBatch, EncodeJob
 from triptych.services.host_context import HostContext
 from triptych.shared.budget import Budget
 from triptych.shared.engine.loop import StepLoop
-from triptych.shared.engine.role import GIVEN_UP, LEASE_GRACE_S, MAX_PULLS, Intake, deadline, given_up, settle
-from triptych.shared.errors import CACHE_MISS, InstanceLost, InternalError, TriptychError
+from triptych.shared.engine.role import LEASE_GRACE_S, MAX_PULLS, Intake, deadline, given_up, settle
+from triptych.shared.errors import CACHE_MISS, GIVEN_UP, InstanceLost, InternalError, TriptychError
 from triptych.shared.instance_info import StageLoad
 from triptych.shared.messages import EncodeReply, EncodeRequest, InstanceRequest, StageTime, TensorRef
 

@@ -93,8 +93,8 @@ class AttemptRun:
                 sampling = msgspec.structs.replace(self._job.sampling, max_tokens=self._max_tokens())
                 images = [image for image in pictures.images if image is not None]
                 expanded = expand(self._prompt, [image.num_tokens for image in images])
-                record.num_text_tokens, record.num_image_tokens = prompt.num_text_tokens, pictures.num_tokens
                 self._calls.parts.demand.on_image_tokens(record, pictures.num_tokens)
+                record.num_text_tokens, record.num_image_tokens = prompt.num_text_tokens, pictures.num_tokens
                 if not overlap_verdict(self._calls, expanded, pictures, self._cached).is_yes:
                     await pictures.encoded()
                 record.move(Phase.PREFILL)
@@ -106,7 +106,8 @@ class AttemptRun:
                 pictures.stop()
         except BaseExceptionGroup as errors:
             raise most_telling(errors) from None
-        record.num_cached_tokens = first.num_cached_tokens
+        if not self._output:  # else what an earlier attempt computed may be among them
+            record.num_cached_tokens = first.num_cached_tokens
         self._images = images
         return sampling, first
 

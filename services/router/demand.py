@@ -23,9 +23,8 @@ class DemandCounter:
         self._add(record, num_requests=1, num_text_tokens=num_text_tokens, num_images=record.num_images)
 
     def on_image_tokens(self, record: RequestRecord, num_image_tokens: int) -> None:
-        """All pictures of an attempt are known. Those of an earlier one were counted."""
-        if len(record.attempts) == 1:
-            self._add(record, num_image_tokens=num_image_tokens)
+        """All pictures of an attempt are known. What the record has of an earlier one was counted."""
+        self._add(record, num_image_tokens=num_image_tokens - record.num_image_tokens)
 
     def on_end(self, records: Sequence[RequestRecord]) -> None:
         """All choices of a request, which end with the first one. Those that never arrived don't count."""

@@ -29,12 +29,13 @@ _log = structlog.get_logger(__name__)
 @dataclass(frozen=True, slots=True)
 class Work(Generic[T]):
     """num_tokens: what it adds to an instance's load, less what is cached there. send gives the stage's result; its arguments
-    are the chosen instance and the choice."""
+    are the chosen instance and the choice. is_begun: a stage was at it already; it is not given up before its deadline."""
 
     stage: Stage
     num_tokens: int
     choose: Callable[[Sequence[InstanceView]], Choice | None]
     send: Callable[[Heartbeat, Choice], Coroutine[Any, Any, T]]
+    is_begun: bool = False
 
 
 class Dispatcher:
@@ -69,7 +70,7 @@ class Dispatcher:
         """
         stamp = StageStamp(work.stage, time.monotonic())
         attempt.stamps.append(stamp)
-        give_up_at_s = min(deadline_s, stamp.queued_at_s + self._stage_wait_s)
+        give_up_at_s = deadline_s if work.is_begun else min(deadline_s, stamp.queued_at_s + self._stage_wait_s)
         refusals: dict[InstanceId, Overloaded] = {}
         wait_s = FIRST_WAIT_S
         while True:

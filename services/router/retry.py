@@ -15,8 +15,10 @@ from triptych.services.router.record import RequestRecord
 from triptych.services.router.routing import Routes
 from triptych.services.router.stage_calls import StageCalls
 from triptych.services.router.token_streams import Tokens
-from triptych.shared.errors import CACHE_MISS, InstanceLost, InternalError, Overloaded, TriptychError
+from triptych.shared.errors import CACHE_MISS, GIVEN_UP, InstanceLost, InternalError, Overloaded, TriptychError
 from triptych.shared.policies.groups import group_of_request
+
+MAX_GIVEN_UP = 8  # chosen: of one request's attempts; roles change some times a minute, what ends instances must not go on
 
 _log = structlog.get_logger(__name__)
 
@@ -27,7 +29,7 @@ async def run_request(parts: Parts, job: Job, record: RequestRecord) -> AsyncGen
     A lost instance means another attempt, which goes on after the tokens that are out: they are a part of its prompt, whose KV
     may be cached. Once a stream has begun the files of its pictures are let go of: then it can only go on where they, or their
     KV, are cached. An attempt that found no room is repeated until the request's deadline, which the gate watches. One that the
-    cache index misled is repeated without asking it.
+    cache index misled is repeated without asking it, and one that ended with its instance's role is nobody's failure.
 
     Raises:
         TriptychError: the request ends in this error.
@@ -37,7 +39,7 @@ async def run_request(parts: Parts, job: Job, record: RequestRecord) -> AsyncGen
     record.num_images = len(job.sources)
     parts.demand.on_arrival(record, job.prompt.num_text_tokens)
     output: list[int] = []
-    num_failed, trusts_index = 0, True
+    num_failed, num_given_up, trusts_index = 0, 0, True
     while True:
         attempt = record.begin_attempt()
         try:
@@ -50,10 +52,11 @@ async def run_request(parts: Parts, job: Job, record: RequestRecord) -> AsyncGen
             _raise_if_cancelled()
             _log.info("an attempt failed", request_id=attempt.request_id, code=error.code, instance_id=error.instance_id)
             is_misled = error.code == CACHE_MISS and trusts_index
-            num_failed += error.code != STORE_FULL and not is_misled
+            num_failed += error.code not in (STORE_FULL, GIVEN_UP) and not is_misled
+            num_given_up += error.code == GIVEN_UP
             record.num_stale += is_misled
             trusts_index = trusts_index and not is_misled
-            if num_failed >= parts.limits.max_attempts:
+            if num_failed >= parts.limits.max_attempts or num_given_up >= MAX_GIVEN_UP:
                 raise _given_up(parts, record) from error
         finally:
             parts.release(attempt.request_id, attempt.touched)

@@ -110,19 +110,26 @@ async def _prompt_tokens(calls: StageCalls, prompt: ExpandedPrompt, num_places: 
     num_bytes = len(content) + num_places * PLACED_IMAGE_BYTES + MESSAGE_SLACK_BYTES
     if len(prompt.token_ids) <= MAX_INLINE_TOKENS and num_bytes <= MAX_PAYLOAD_BYTES:
         return PromptTokens(len(prompt.token_ids), inline=content)
+    return PromptTokens(len(prompt.token_ids), leased=await _left(calls, content))
+
+
+async def _left(calls: StageCalls, content: bytes) -> TensorRef:
+    """Left at a preprocess instance, to be pulled by whoever needs it."""
 
     async def send(beat: Heartbeat, choice: Choice) -> TensorRef:
         return await calls.parts.uploader.blob(beat, calls.request_id, content, calls.remaining_s())
 
     _, leased = await calls.dispatch(Work("preprocess", 1, choose_preprocess, send))
-    return PromptTokens(len(prompt.token_ids), leased=leased)
+    return leased
 
 
 async def start_decode(calls: StageCalls, job: Job, given: ToDecode) -> InstanceId:
     """Hand over to a decode instance; tokens come on the request's stream from then on. Raises TriptychError."""
     num_prompt_tokens = calls.record.num_text_tokens + calls.record.num_image_tokens
     penalised = token_set(job.prompt.token_ids) if given.sampling.repetition_penalty != 1 else b""
-    output = pack_tokens(given.output)
+    output, long_output = pack_tokens(given.output), None
+    if len(output) + len(penalised) + MESSAGE_SLACK_BYTES > MAX_PAYLOAD_BYTES:
+        output, long_output = b"", await _left(calls, output)
     kv = _fitting(given.kv, len(output) + len(penalised))
 
     async def send(beat: Heartbeat, choice: Choice) -> Accepted:
@@ -137,6 +144,7 @@ async def start_decode(calls: StageCalls, job: Job, given: ToDecode) -> Instance
             timeout_s=calls.remaining_s(),
             prompt_token_set=penalised,
             whole=job.is_whole,
+            long_output=long_output,
         )
         return await calls.ask(beat.instance_id, request, Accepted)
 
@@ -144,7 +152,8 @@ async def start_decode(calls: StageCalls, job: Job, given: ToDecode) -> Instance
     choose = calls.routes.decode(num_blocks, kv.tensor.owner)
     if given.moved_from is not None:
         choose = _elsewhere(given.moved_from, choose)
-    decode_id, _ = await calls.dispatch(Work("decode", kv.num_computed_tokens, choose, send))
+    is_begun = given.moved_from is not None
+    decode_id, _ = await calls.dispatch(Work("decode", kv.num_computed_tokens, choose, send, is_begun))
     return decode_id
 
 
@@ -155,13 +164,6 @@ def _elsewhere(source: InstanceId, choose: Choose) -> Choose:
 
 
 def _fitting(kv: KvRef, num_other_bytes: int) -> KvRef:
-    """As it goes into a message with so many other bytes: without the keys, which only caches need, where they are too many.
-
-    Raises:
-        InstanceLost: the output is too long for a message: its KV can't move.
-    """
-    room = MAX_PAYLOAD_BYTES - MESSAGE_SLACK_BYTES - num_other_bytes
-    if room < 0:
-        raise InstanceLost("the output is too long to go on elsewhere", code="output_too_long")
-    is_fitting = len(kv.block_keys) + len(kv.key_tail) <= room
+    """As it goes into a message with so many other bytes: without the keys, which only caches need, where they are too many."""
+    is_fitting = len(kv.block_keys) + len(kv.key_tail) + num_other_bytes + MESSAGE_SLACK_BYTES <= MAX_PAYLOAD_BYTES
     return kv if is_fitting else msgspec.structs.replace(kv, block_keys=b"", key_tail=b"")

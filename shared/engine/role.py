@@ -11,14 +11,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Protocol, TypeVar
 
-from triptych.shared.errors import DeadlineExceeded, InstanceLost, Overloaded
+from triptych.shared.errors import GIVEN_UP, DeadlineExceeded, InstanceLost, Overloaded
 from triptych.shared.instance_info import StageLoad
 from triptych.shared.messages import InstanceRequest, Message
 
 T = TypeVar("T")
 
 MAX_PULLS = 8  # chosen: pulls of one role at once; one saturates the loopback, more hide the control messages' round trips
-GIVEN_UP = "given_up"  # code of an InstanceLost: the role was taken away, and its time to end is over
 LEASE_GRACE_S = 5.0  # chosen: a lease outlives its request's deadline by this, for messages under way
 
 

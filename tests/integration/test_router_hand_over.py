@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 
 from support.fake_stages import ANSWER, FakeStage, World, events, picture, text_of, words
+from triptych.services.router import retry, text_stages
+from triptych.shared.engine.role import given_up
 from triptych.shared.errors import InstanceLost, Overloaded
-from triptych.shared.messages import Accepted, DecodeRequest
+from triptych.shared.messages import Accepted, DecodeRequest, PrefillRequest
 from triptych.shared.token_bytes import BYTES_PER_TOKEN, pack_tokens, unpack_tokens
+from triptych.shared.wire import MAX_PAYLOAD_BYTES
 
 TRACED = {"X-Triptych-Trace": "1"}
 
@@ -161,3 +164,89 @@ async def test_pictures_that_nobody_has_any_more_end_the_stream(world: World) ->
     assert found[-1]["error"]["type"] == "server_error"
     assert "image 1" in found[-1]["error"]["message"]
     assert len(stages["preprocess"].seen) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_roles_that_end_are_no_failures_of_the_request(world: World, stream: bool) -> None:
+    """It goes on after each, more often than it may fail."""
+    decode = world.add_all()["decode"]
+    num_left = world.settings.max_attempts + 2
+
+    async def give_up(request: DecodeRequest) -> Accepted:
+        nonlocal num_left
+        num_left -= 1
+        if num_left == 0:
+            del decode.hooks[DecodeRequest]
+        first = len(request.output) // BYTES_PER_TOKEN
+
+        async def work() -> None:
+            await decode.stream(request, world.answer_ids[first : first + 2], end=False)
+            await decode.send(request, first + 2, error=given_up().to_wire())
+
+        decode.spawn(work())
+        return Accepted()
+
+    decode.hooks[DecodeRequest] = give_up
+    assert answer_of(await world.ask(stream=stream), stream) == ANSWER
+    assert len(decode.seen) == world.settings.max_attempts + 3
+
+
+async def test_one_that_is_always_given_up_ends(world: World) -> None:
+    stages = world.add_all()
+
+    async def give_up(_request: Any) -> Any:
+        raise given_up()
+
+    stages["prefill"].hooks[PrefillRequest] = give_up
+    response = await world.ask()
+    assert (response.status_code, len(stages["prefill"].seen)) == (503, retry.MAX_GIVEN_UP)
+
+
+async def test_what_was_handed_over_waits_for_room_until_its_deadline(toy_checkpoint: Path) -> None:
+    """Longer than a request waits that nobody has begun: its KV does, too. Its role has ended where it was."""
+    async with World(toy_checkpoint, stage_wait_s=0.05, block_size=4) as world:
+        first, second = world.add_all()["decode"], less_room(world, 1)
+        num_refused = 0
+
+        async def refuse(_request: Any) -> Any:
+            nonlocal num_refused
+            num_refused += 1
+            if num_refused == 8:  # after rounds of 20, 40, 80 ms and so on
+                del second.hooks[DecodeRequest]
+            raise Overloaded("no room", code="stage_unavailable")
+
+        async def begin(request: DecodeRequest) -> Accepted:
+            first.hooks[DecodeRequest] = second.hooks[DecodeRequest] = refuse
+            first.spawn(first.hand_over(request, world.answer_ids[1:4]))
+            return Accepted()
+
+        first.hooks[DecodeRequest] = begin
+        assert answer_of(await world.ask(stream=True), True) == ANSWER
+        await world.settled()
+
+
+async def test_usage_tells_what_was_cached_when_the_request_came(world: World) -> None:
+    """Not what was computed for it, and found again."""
+    world.is_caching = True
+    stages = world.add_all()
+
+    async def gone(request: DecodeRequest) -> Accepted:
+        del stages["decode"].hooks[DecodeRequest]
+        raise InstanceLost("a tensor is no longer held", code="tensor_gone")
+
+    stages["decode"].hooks[DecodeRequest] = gone
+    response = await world.ask([words()])
+    assert answer_of(response, False) == ANSWER
+    assert len(stages["prefill"].seen) == 2
+    assert response.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+async def test_an_output_that_is_too_long_for_a_message_is_pulled(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a prompt of that length is."""
+    first, second = world.add_all()["decode"], less_room(world, 1)
+    num_tokens = len(world.answer_ids) - 3
+    monkeypatch.setattr(text_stages, "MESSAGE_SLACK_BYTES", MAX_PAYLOAD_BYTES - BYTES_PER_TOKEN * num_tokens)
+    hands_over_after(first, num_tokens)
+    assert answer_of(await world.ask(stream=True), True) == ANSWER
+    assert [request.long_output is not None for request in (*first.seen, *second.seen)] == [False, True]
+    assert world.blobs == [pack_tokens(world.answer_ids[: num_tokens + 1])]

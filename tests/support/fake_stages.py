@@ -232,6 +232,8 @@ class FakeStage:
         if isinstance(request, EmbeddingsReady):
             self.told.append(request)
             return Accepted()
+        if isinstance(request, DecodeRequest) and request.long_output is not None:
+            request = msgspec.structs.replace(request, output=self.world.blobs[-1])
         self.seen.append(request)
         self.held[request.request_id] += 1
         hook = self.hooks.get(type(request), self.default)

@@ -29,10 +29,12 @@ def test_groups_are_counted_apart_and_images_before_their_tokens_are_known() -> 
     arrived(counter)
     record = arrived(counter, num_images=2)
     assert counter.snapshot() == {"text": Demand(1, 7), "multimodal": Demand(1, 7, 2)}
+    record.begin_attempt()  # the first one ended before all of its pictures were known
     counter.on_image_tokens(record, 30)
+    record.num_image_tokens = 30
     record.begin_attempt()
     counter.on_image_tokens(record, 30)
-    assert counter.snapshot()["multimodal"].num_image_tokens == 30, "the second attempt is no second demand"
+    assert counter.snapshot()["multimodal"].num_image_tokens == 30, "another attempt is no other demand"
     counter.on_end([ended(record, Phase.FINISHED, 20.0, 12.0, 5)])
     assert counter.snapshot()["multimodal"] == Demand(1, 7, 2, 30, 5, 1, 1)
 
