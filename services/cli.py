@@ -96,7 +96,7 @@ def up(
     # they pull in HTTP client, NATS, uvloop: not for --help
     from triptych.services.launcher.plan import COLOCATED, ONE_OF_EACH, Counts
     from triptych.services.launcher.up import UpOptions, run_up
-    from triptych.services.scaler.elastic_settings import check_elastic
+    from triptych.services.scaler.elastic_settings import check_elastic, with_limits
     from triptych.shared.emulation import emulated_settings, open_model, startup_s
     from triptych.shared.http_host import listening_socket, resolve_host
     from triptych.shared.policies.policy_set import policy_set
@@ -123,6 +123,7 @@ def up(
         if "elastic" not in settings.model_fields_set:  # who counts stages wants those, this one leaves them to the policy
             settings = settings.model_copy(update={"elastic": "on"})
     check_elastic(settings, counts.num_engine_instances)
+    settings = with_limits(settings, counts.num_engine_instances)
 
     def tell(line: str) -> None:
         with contextlib.suppress(OSError):  # who read along, a terminal too, may be gone

@@ -96,7 +96,7 @@ async def fetch_decisions(settings: Settings) -> DecisionList:
 
     Raises:
         BadRequest: no cluster is known.
-        Overloaded: there is no scaler, or it does not answer.
+        Overloaded: there is no scaler, or it does not answer, or not as one of this version does.
     """
     async with _joined(settings) as (_, registry):
         scalers = await registry.wait_ready(LISTEN_FACTOR * settings.heartbeat_interval_s, service="scaler")
@@ -107,7 +107,15 @@ async def fetch_decisions(settings: Settings) -> DecisionList:
                 answer = (await client.get(f"{scalers[0].http_url}/v1/decisions")).raise_for_status()
             except httpx.HTTPError as error:
                 raise Overloaded(f"the scaler does not answer: {error}", code="no_cluster") from error
-        return msgspec.json.decode(answer.content, type=DecisionList)
+        return read_decisions(answer.content)
+
+
+def read_decisions(content: bytes) -> DecisionList:
+    """Raises Overloaded when a scaler of another version answered."""
+    try:
+        return msgspec.json.decode(content, type=DecisionList)
+    except msgspec.MsgspecError as error:
+        raise Overloaded(f"the scaler is of another version: {error}", code="no_cluster") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,7 +84,7 @@ def _example(ctx: typer.Context) -> str:
 def _option(name: str, is_hidden: bool) -> inspect.Parameter:
     info = Settings.model_fields[name]
     kind: Any = info.annotation if info.annotation in (int, float, bool) else str
-    choices = getattr(info.annotation, "__args__", ())
+    choices = [choice for choice in getattr(info.annotation, "__args__", ()) if choice]
     help_text = "; ".join(part for part in (info.description, "one of " + ", ".join(choices) if choices else "") if part)
     default = f"(default {info.default})" if info.default not in ("", None, False) else ""  # [...] would be read as markup
     # named, so that a bool gets no --no-NAME: that column would cut the names of the others at 80 characters a line

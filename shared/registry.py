@@ -50,7 +50,7 @@ class Registry:
     def sweep(self, now_s: float) -> None:
         """Forget instances silent for longer than heartbeat_timeout_s (their lost callbacks run). Skipped for one timeout
         after the bus was disconnected (note_reconnected) or stuck: our own silence is not theirs."""
-        if self._is_stuck(now_s):
+        if self.is_stuck(now_s):
             self.note_reconnected(now_s)
         if now_s < self._no_sweep_until_s:
             return
@@ -58,8 +58,9 @@ class Registry:
         for instance_id in silent:
             self._forget(instance_id)
 
-    def _is_stuck(self, now_s: float) -> bool:
-        """A server that hangs, or a network that swallows everything, keeps the connection and silences all alike."""
+    def is_stuck(self, now_s: float) -> bool:
+        """Whether nobody is heard, not even ourselves. A server that hangs, or a network that swallows everything, keeps the
+        connection and silences all alike."""
         own = self._beats.get(self._own_id) if self._own_id is not None else None
         if own is None:
             return False

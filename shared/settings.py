@@ -84,7 +84,7 @@ class Settings(BaseSettings):
 
     # policy
     policy: str = Field("triptych", description="policy set: how stages are placed, chosen, ordered and cached")
-    group: str = Field("", description="whose requests an instance is for at first: text, multimodal; empty: anybody's")
+    group: Literal["", "text", "multimodal"] = Field("", description="whose requests it is for at first; empty: anybody's")
     elastic: Literal["off", "advise", "on"] = Field(
         "off", description="whether the scaler does what the policy decides about roles and instances; advise: it only tells"
     )

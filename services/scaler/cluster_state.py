@@ -167,8 +167,8 @@ class ClusterState:
         news = dict.fromkeys(GROUPS, Demand())
         for beat in routers:
             before = self._counts.get(beat.instance_id, beat.demand)
-            for group, demand in beat.demand.items():
-                news[group] = _sum(news[group], demand, before.get(group, Demand()))
+            for group in news.keys() & beat.demand.keys():
+                news[group] = _sum(news[group], beat.demand[group], before.get(group, Demand()))
         self._counts = {beat.instance_id: beat.demand for beat in routers}
         self.meter = self.meter.add(now_s, news)
 

@@ -28,11 +28,13 @@ _log = structlog.get_logger(__name__)
 
 
 class Controller:
-    """`run` as a task of its own. known_costs: None where only what instances measure tells what work costs."""
+    """`run` as a task of its own. Of several scalers, as while one replaces another, one decides. known_costs: None where only
+    what instances measure tells what work costs."""
 
     def __init__(self, context: ServiceContext, strategy: Elasticity, known_costs: ElasticCosts | None) -> None:
         settings = self._settings = context.settings
         self._registry = context.registry
+        self._own_id = context.instance_id
         self._strategy = strategy
         self._known_costs = known_costs
         self._measured: ElasticCosts | None = None
@@ -59,11 +61,17 @@ class Controller:
             deciding: asyncio.Task[None] | None = None
             while True:
                 await asyncio.sleep(self._settings.heartbeat_interval_s)
+                if self._registry.is_stuck(time.monotonic()):
+                    continue  # what is known is old, and nobody would hear of a decision
                 now_s = self._observe()
-                is_free = deciding is None or deciding.done()
+                is_free = self._leads() and (deciding is None or deciding.done())
                 if is_free and self._state.is_complete and now_s >= self._decide_at_s:
                     self._decide_at_s = now_s + period_s
                     deciding = tasks.create_task(self._decide(now_s), name="decide")
+
+    def _leads(self) -> bool:
+        """Whether this is the one that decides: all agree, as soon as they have heard each other."""
+        return min((beat.instance_id for beat in self._registry.ready(service="scaler")), default=self._own_id) == self._own_id
 
     def _now_s(self) -> float:
         """The policy's clock."""

@@ -41,6 +41,14 @@ def check_elastic(settings: Settings, num_instances: int | None = None) -> None:
     known_costs(settings)
 
 
+def with_limits(settings: Settings, num_instances: int) -> Settings:
+    """Limits that were left out, in words: a scaler that is started again would take those that it finds for the first ones."""
+    if settings.elastic == "off":
+        return settings
+    limits = {name: getattr(settings, name) or num_instances for name in ("min_instances", "max_instances")}
+    return settings.model_copy(update=limits)
+
+
 def known_costs(settings: Settings) -> ElasticCosts | None:
     """By the cost model of the emulated GPUs, or by the profile; None: only what instances measure tells.
 

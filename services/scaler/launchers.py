@@ -103,6 +103,6 @@ class AdviseOnly:
 
 
 def check_scaling(scaling: Scaling) -> None:
-    """Raises BadRequest when there is no such kind or group."""
-    if scaling.kind not in ROLES_OF or scaling.group not in (ANY, *GROUPS):
+    """Raises BadRequest when there is no such kind or group of which to start more; what leaves may have any roles."""
+    if scaling.num_more and (scaling.kind not in ROLES_OF or scaling.group not in (ANY, *GROUPS)):
         raise BadRequest(f"there are no instances of kind {scaling.kind!r} for {scaling.group!r}", code="bad_setting")

@@ -42,7 +42,7 @@ from triptych.shared.settings import Settings
 
 WAIT_S = 15.0
 BEAT_S = 0.01
-LAUNCHER = InstanceId("launcher-ab")
+LAUNCHER, SCALER = InstanceId("launcher-ab"), InstanceId("scaler-0-ab")
 FAST: dict[str, Any] = {"emulate": "a100", "model": "llama-3.2-11b", "time_scale": 1000.0, "heartbeat_interval_s": BEAT_S}
 
 
@@ -57,8 +57,9 @@ class Instance:
 class Cluster:
     """Instances, a launcher unless there is none, and the registry of the scaler that hears them. It is the scaler's bus."""
 
-    def __init__(self, *names: str, has_launcher: bool = True) -> None:
-        self.registry = Registry(5.0)
+    def __init__(self, *names: str, has_launcher: bool = True, registry: Registry | None = None) -> None:
+        self.registry = registry or Registry(5.0)
+        self.is_hung = False
         self.instances: dict[InstanceId, Instance] = {}
         self.asked: list[Message] = []
         for name in names:
@@ -71,6 +72,10 @@ class Cluster:
         made = self.instances[beat.instance_id] = Instance(msgspec.structs.replace(beat, group=group))
         return made
 
+    def other_scaler(self) -> Heartbeat:
+        """One whose id comes first."""
+        return self._beat("scaler-0", "scaler", (), InstanceId("scaler-0-aa"))
+
     def _beat(self, name: str, service: Any, roles: Sequence[Role], instance_id: InstanceId) -> Heartbeat:
         held = Resources(1, 1, num_blocks=10, num_free_blocks=10)
         loads = tuple(StageLoad(role) for role in roles)
@@ -78,8 +83,9 @@ class Cluster:
 
     async def beat_forever(self) -> None:
         while True:
-            for instance in list(self.instances.values()):
-                self.registry.on_event(instance.beat, time.monotonic())
+            beats = [instance.beat for instance in self.instances.values()]
+            for beat in () if self.is_hung else (*beats, self._beat("scaler-0", "scaler", (), SCALER)):
+                self.registry.on_event(beat, time.monotonic())
             await asyncio.sleep(BEAT_S)
 
     async def listen(self, subject: str, callback: Callable[[Event], None]) -> None:
@@ -125,9 +131,7 @@ class Run:
         self.cluster = cluster
         self.strategy = Scripted(list(script))
         chosen = Settings(**{"elastic": "on", **FAST, **settings})
-        self.context = ServiceContext(
-            chosen, InstanceId("scaler-0-ab"), "scaler-0", cast(Bus, cluster), cluster.registry, "", "127.0.0.1"
-        )
+        self.context = ServiceContext(chosen, SCALER, "scaler-0", cast(Bus, cluster), cluster.registry, "", "127.0.0.1")
         self.scaler = Scaler(chosen, self.strategy)
         self._beating = asyncio.create_task(cluster.beat_forever())
 
@@ -270,6 +274,14 @@ async def test_instances_come_and_go_by_the_launcher(start: Start) -> None:
     assert run.metric('triptych_instance_seconds_total{kind="text"}') > 0
 
 
+async def test_an_instance_leaves_whatever_its_roles_are(start: Start) -> None:
+    """Also a combination that no kind of instances begins with."""
+    leaving = Decision(Drain(InstanceId("decode-1-ab")), "less")
+    run = await start(Cluster(*SMALL), [switch("decode-1", "encoder", "decode")], [leaving], max_instances=6)
+    await run.until_told(finished("done", "done"), "the drain")
+    assert InstanceId("decode-1-ab") not in run.cluster.instances
+
+
 async def test_without_a_launcher_the_metric_tells_what_is_wanted(start: Start) -> None:
     run = await start(Cluster(*SMALL, has_launcher=False), [Decision(Launch("text", "text", 2), "more")])
     await run.until_told(finished("advised"), "the advice")
@@ -305,3 +317,42 @@ async def test_a_bug_in_a_strategy_ends_the_scaler(start: Start) -> None:
     run = await start(Cluster(*SMALL), cast(Any, [None]))
     await run.until(lambda: run.context.lifecycle.state == "failing", "the end")
     assert run.context.lifecycle.exit_code == 1
+
+
+async def test_of_two_scalers_one_decides(start: Start) -> None:
+    """As while one replaces another; the other one looks on, and goes on when that has left."""
+    cluster = Cluster(*SMALL)
+    other = cluster.other_scaler()
+    cluster.registry.on_event(other, time.monotonic())
+    run = await start(cluster, [switch("decode-1", "prefill")])
+    await run.until(lambda: run.metric('triptych_instance_seconds_total{kind="decode"}') > 20 * BEAT_S, "many looks")
+    assert run.strategy.views == []
+    cluster.registry.on_event(Lost(other.instance_id, other.name, 0, expected=True), time.monotonic())
+    await run.until_told(finished("done"), "the switch")
+
+
+class CountingRegistry(Registry):
+    """num_stuck: how often it was asked while nobody was heard."""
+
+    num_stuck = 0
+
+    def is_stuck(self, now_s: float) -> bool:
+        is_stuck = super().is_stuck(now_s)
+        self.num_stuck += is_stuck
+        return is_stuck
+
+
+async def test_nothing_is_decided_while_nobody_is_heard(start: Start) -> None:
+    """What the scaler knows is old then, and what routers counted meanwhile is no burst when it is told."""
+    registry = CountingRegistry(0.5, SCALER)
+    cluster = Cluster(*SMALL, registry=registry)
+    run = await start(cluster)
+    await run.until(lambda: len(run.strategy.views) >= 2, "two views")
+    cluster.is_hung = True
+    await run.until(lambda: registry.num_stuck > 0, "that it hangs")
+    num_views, last_s = len(run.strategy.views), run.strategy.views[-1].now_s
+    await run.until(lambda: registry.num_stuck > 20, "many chances")
+    assert len(run.strategy.views) == num_views
+    cluster.is_hung = False
+    await run.until(lambda: len(run.strategy.views) > num_views, "another view")
+    assert run.strategy.views[num_views].now_s - last_s > 20 * BEAT_S * run.context.settings.time_scale

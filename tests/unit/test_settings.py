@@ -31,6 +31,7 @@ def test_an_unknown_variable_is_named_with_what_is_allowed(monkeypatch: pytest.M
         ("DTYPE", "int4"),
         ("LOG_JSON", "maybe"),
         ("REQUEST_TIMEOUT_S", "0"),
+        ("GROUP", "pictures"),
     ],
 )
 def test_a_bad_value_is_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:

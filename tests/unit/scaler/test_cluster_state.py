@@ -121,6 +121,14 @@ def test_demand_is_what_routers_counted_since() -> None:
     assert made.demand()["multimodal"].peak.images == 2.0
 
 
+def test_demand_of_groups_that_are_not_known_is_left_out() -> None:
+    """A router of another version may tell of some."""
+    made = state()
+    made.observe([*ALL, beat("router-0", service="router", demand={"text": Demand(1), "video": Demand(1)})], 0.0)
+    made.observe([*ALL, beat("router-0", service="router", demand={"text": Demand(21), "video": Demand(9)})], 10.0)
+    assert made.demand()["text"].recent.requests == 2.0
+
+
 def test_a_look_in_short() -> None:
     made = state()
     loads = (StageLoad("decode", num_waiting=4, num_running=3),)

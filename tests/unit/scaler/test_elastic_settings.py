@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from triptych.services.scaler.elastic_settings import check_elastic, known_costs
+from triptych.services.scaler.elastic_settings import check_elastic, known_costs, with_limits
 from triptych.shared.checkpoint import open_checkpoint
 from triptych.shared.cost_model.forms import MemoryCosts, PassCosts, PassWork
 from triptych.shared.cost_model.profile import (
@@ -51,6 +51,14 @@ def test_what_fits_is_fine() -> None:
     check_elastic(Settings(), 3)
     check_elastic(Settings(elastic="on", min_instances=2, max_instances=8), 4)
     check_elastic(Settings(elastic="on", min_instances=2, max_instances=8))
+
+
+def test_limits_that_were_left_out_are_the_number_at_the_start() -> None:
+    assert with_limits(Settings(), 4) == Settings()
+    for given, limits in (({}, (4, 4)), ({"max_instances": 6}, (4, 6)), ({"min_instances": 2}, (2, 4))):
+        settings = with_limits(Settings(elastic="on", **given), 4)
+        assert (settings.min_instances, settings.max_instances) == limits
+        check_elastic(settings)
 
 
 def test_encoders_with_a_tp_degree_of_their_own_cost_their_own() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from rich.console import Console
 
-from triptych.services.cluster_view import print_status
+from triptych.services.cluster_view import print_status, read_decisions
+from triptych.shared.errors import Overloaded
 from triptych.shared.instance_info import PoolStats, Resources, StageLoad
 from triptych.shared.messages import Heartbeat, InstanceId, Role, StatusReply
 
@@ -43,3 +45,9 @@ def test_pools_have_a_row_each() -> None:
     [head] = [i for i, line in enumerate(lines) if line[:2] == ["cache", "of"]]
     assert lines[head + 1] == ["text-0-ab", "KV", "2.5", "10.0", "12", "5", "6", "1", "2"]
     assert lines[head + 2] == ["text-0-ab", "embeddings", "0.0", "1.0", "0", "0", "0", "0", "0"]
+
+
+@pytest.mark.parametrize("content", [b"[]", b"nothing", b'{"policy": "p", "elastic": "on"}'])
+def test_decisions_of_another_version_are_one_line(content: bytes) -> None:
+    with pytest.raises(Overloaded, match="the scaler is of another version"):
+        read_decisions(content)
