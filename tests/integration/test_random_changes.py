@@ -12,7 +12,7 @@ from typing import TypeVar
 from support.fake_cluster import FakeCluster, Stream, text_request, until
 from support.fake_engine import FakeEngine, expected_tokens
 from triptych.shared.errors import Overloaded
-from triptych.shared.messages import InstanceId, Role
+from triptych.shared.messages import Role
 
 NUM_CHANGES, NUM_CLIENTS = 200, 5
 NAMES = ("i0", "i1", "i2", "i3")
@@ -91,6 +91,6 @@ async def test_nobody_notices() -> None:
             await asyncio.sleep(rng.uniform(0, 0.01))
         is_over.set()
     assert sum(client.num_moves for client in clients) > 10
-    for name in NAMES:
-        await until(lambda name=name: len(cluster.hosts[InstanceId(name)]._roles.all()) == len(roles[name]), "roles end")  # type: ignore[misc]
+    for host in cluster.hosts.values():
+        await until(lambda roles=host._roles: len(roles.all()) == len(roles.names), "roles end")  # type: ignore[misc]
     await cluster.stop()
