@@ -73,17 +73,20 @@ class Slot:
 
 class LocalLauncher:
     """Slots and their processes. on_exit is called with slot and exit status of each process that ends by itself. make_slot:
-    for one instance more, from its name, kind and group; None: there are never more than at first."""
+    for one instance more, from its name, kind and group; None: there are never more than at first. max_instances: with engine
+    roles, those that start or are started again included, whoever asks for more and whatever it knows; 0: no bound."""
 
     def __init__(
         self,
         on_exit: Callable[[Slot, int], None],
         template: Template | None = None,
         make_slot: Callable[[str, str, str], Slot] | None = None,
+        max_instances: int = 0,
     ) -> None:
         self._on_exit = on_exit
         self._template = template
         self._make_slot = make_slot
+        self._max_instances = max_instances
         self._slots: dict[str, Slot] = {}
         self._drained: deque[InstanceId] = deque(maxlen=NUM_DRAINED_KEPT)
         self._bus: Bus | None = None
@@ -105,6 +108,15 @@ class LocalLauncher:
     def names(self) -> list[str]:
         """Of all slots, those that were added since the start, too."""
         return list(self._slots)
+
+    def _num_instances(self) -> int:
+        """All that have engine roles and were not drained."""
+        num = 0
+        for slot in self._slots.values():
+            ids = slot.ids() or dict.fromkeys(slot.instances or (slot.name,))
+            there = [name for name, id_ in ids.items() if slot.relaunch.is_set() or id_ not in self._drained]
+            num += sum(name.rpartition("-")[0] in ROLES_OF for name in there)
+        return num
 
     async def start(self, slot: Slot) -> Child:
         """The slot's first process; it is kept running from now on."""
@@ -143,6 +155,8 @@ class LocalLauncher:
     def _scale_out(self, kind: str, group: str) -> str:
         if kind not in ROLES_OF:
             raise BadRequest(f"there are no instances of kind {kind!r}", code="bad_setting")
+        if 0 < self._max_instances <= self._num_instances():
+            raise Overloaded(f"there are {self._max_instances} instances, and there may be no more", code="slot_busy")
         if self._is_stopping or self._make_slot is None:
             raise Overloaded("no instances can be added now", code="slot_busy")
         taken = {name for slot in self._slots.values() for name in (slot.name, *slot.instances)}

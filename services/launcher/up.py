@@ -133,7 +133,10 @@ class Up:
         has_template = IS_SUPPORTED and not settings.emulate  # which would load torch
         self._template = Template(template_env(settings, folder / "tmp")) if has_template else None
         self._launcher = LocalLauncher(
-            self._on_exit, self._template, lambda name, _, group: self._slot(instance_slot(name, group))
+            self._on_exit,
+            self._template,
+            lambda name, _, group: self._slot(instance_slot(name, group)),
+            settings.max_instances,
         )
         self._presence: Presence | None = None
         self._router_port = settings.port
