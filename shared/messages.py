@@ -62,10 +62,10 @@ class StageTime(msgspec.Struct, frozen=True):
 
 
 class PreprocessRequest(Message, frozen=True):
-    """Decode one media item: its bytes are sent along (an upload, see wire.py), or at url (http, https), or kept as media_id.
-    param names it in error messages. cache_salt: nothing is shared with requests of another one. may_skip_decode: a file whose
-    picture is known already need only be identified (the reply then has no pixels, and the media_id under which the bytes wait
-    for a second request)."""
+    """Decode one media item: its bytes are here (content), or sent along (an upload, see wire.py), or at url (http, https), or
+    kept as media_id. param names it in error messages. cache_salt: nothing is shared with requests of another one.
+    may_skip_decode: a file whose picture is known already need only be identified (the reply then has no pixels, and the
+    media_id under which the bytes wait for a second request)."""
 
     request_id: RequestId
     router_id: InstanceId
@@ -76,6 +76,7 @@ class PreprocessRequest(Message, frozen=True):
     limits: PixelLimits = NO_LIMITS
     cache_salt: bytes = b""
     may_skip_decode: bool = False
+    content: bytes = b""
 
 
 class PreprocessReply(Message, frozen=True):

@@ -114,7 +114,7 @@ class PreprocessService:
                 raise InternalError(f"preprocess has no use for a {type(request).__name__}", code="invalid_message")
 
     async def _asked(self, request: PreprocessRequest) -> PreprocessReply:
-        """Over the bus: the picture is at a URL, or its file was kept here."""
+        """Over the bus: the picture's file is small, or at a URL, or was kept here."""
         try:
             self._refuse_new()
         except Overloaded:
@@ -181,11 +181,13 @@ class PreprocessService:
         """The caller closes the buffer."""
         if request.media_id is not None:
             return self._store.take(request.media_id, request.request_id)
-        if request.url is None:
+        if request.url is None and not request.content:
             raise BadRequest("the image has neither a URL nor bytes", code="invalid_image", param=request.param)
         buffer = MediaBuffer(self._store)
         try:
-            await self._fetcher.fetch(request.url, buffer, request.param)
+            buffer.append(request.content)
+            if request.url is not None:
+                await self._fetcher.fetch(request.url, buffer, request.param)
         except BaseException:
             buffer.close()
             raise

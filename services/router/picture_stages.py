@@ -22,6 +22,7 @@ from triptych.shared.messages import Heartbeat, PreprocessReply, PreprocessReque
 from triptych.shared.policies.routing import Choice, choose_preprocess
 
 R = TypeVar("R")
+SMALL_FILE_BYTES = 16 << 10  # chosen: such a file delays other messages little, and an upload takes 1 ms longer (measured)
 WHOLE_ATTEMPT = (STORE_FULL, CACHE_MISS, "request_released")  # codes of what another try with the same id cannot mend
 
 _log = structlog.get_logger(__name__)
@@ -77,6 +78,8 @@ class PictureStages:
 
     async def _send_media(self, picture: Picture, beat: Heartbeat, may_skip_decode: bool) -> PreprocessReply:
         calls, source, media_id = self.calls, picture.source, picture.media_id
+        content = (source.content or b"") if media_id is None else b""
+        is_small = len(content) <= SMALL_FILE_BYTES
         request = PreprocessRequest(
             request_id=calls.request_id,
             router_id=calls.parts.router_id,
@@ -87,11 +90,12 @@ class PictureStages:
             limits=source.limits,
             cache_salt=calls.terms.cache_salt,
             may_skip_decode=may_skip_decode,
+            content=content if is_small else b"",
         )
-        if media_id is not None or source.content is None:
-            return await self.with_room(calls.ask(beat.instance_id, request, PreprocessReply))
         try:
-            return await self.with_room(calls.parts.uploader.picture(beat, request, source.content))
+            if is_small:
+                return await self.with_room(calls.ask(beat.instance_id, request, PreprocessReply))
+            return await self.with_room(calls.parts.uploader.picture(beat, request, content))
         except BadRequest as error:
             error.param = error.param or source.param
             raise

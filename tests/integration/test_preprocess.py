@@ -448,6 +448,20 @@ async def test_unknown_upload_must_be_sent_again(start: Start) -> None:
         assert caught.value.code == "media_lost"
 
 
+async def test_a_small_file_comes_in_the_message(start: Start) -> None:
+    preprocess, picture = await start(max_media_bytes=2000), _png(size=(8, 8))
+    reply = await preprocess.ask(content=picture)
+    assert reply.image == (await preprocess.upload(picture, R2)).image
+    known = await preprocess.ask(RequestId("r3"), content=picture, may_skip_decode=True)
+    assert (known.image, known.pixels) == (reply.image, None)
+    with pytest.raises(BadRequest) as caught:
+        await preprocess.ask(RequestId("r4"), content=bytes(2001))
+    assert caught.value.code == "image_too_large"
+    for request_id in (R1, R2, RequestId("r3")):
+        await preprocess.release(request_id)
+    await preprocess.until_empty()
+
+
 async def test_request_without_a_source(start: Start) -> None:
     preprocess = await start()
     with pytest.raises(BadRequest):

@@ -107,7 +107,7 @@ async def test_two_pictures_go_where_the_text_has_them(world: World) -> None:
     assert world.tokenizer.decode(ids[: offsets[0]]).endswith("one")
     assert world.tokenizer.decode(ids[offsets[0] : offsets[1]]) == "two"
     assert {request.url or "uploaded" for request in stages["preprocess"].seen} == {"uploaded", "http://pictures.test/a.png"}
-    assert list(stages["preprocess"].media.values()) == [PNG]
+    assert [request.content for request in stages["preprocess"].seen if not request.url] == [PNG]
     assert len(stages["encoder"].seen) == len(other.seen) == 1, "each picture goes to the encoder with least to do"
     trace = response.json()["triptych"]
     assert trace["attempts"] == 1
@@ -662,16 +662,19 @@ async def test_an_instance_that_is_gone_before_anything_reached_it(world: World,
     assert other.seen
 
 
-async def test_uploads_to_an_instance_that_is_gone(world: World) -> None:
+@pytest.mark.parametrize("num_bytes", [16 << 10, (16 << 10) + 1])
+async def test_pictures_to_an_instance_that_is_gone(world: World, num_bytes: int) -> None:
     stages = world.add_all()
     dead = world.add("a-preprocess", "preprocess")  # its id comes first, so that it is tried first
     dead.die(tell=False)
-    response = await world.ask([picture()], headers={"X-Triptych-Trace": "1"})
+    url = "data:image/png;base64," + base64.b64encode(bytes(num_bytes)).decode()
+    response = await world.ask([picture(url)], headers={"X-Triptych-Trace": "1"})
     assert response.status_code == 200, response.text
     trace = response.json()["triptych"]
     assert trace["attempts"] == 1
     assert trace["stages"][0]["instance_id"] == stages["preprocess"].instance_id
     assert not dead.seen
+    assert world.num_media == (num_bytes > 16 << 10), "a small file is a part of the message"
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -282,7 +282,7 @@ class FakeStage:
         return {(ready.request_id, ready.index) for ready in self.told}
 
     def preprocess(self, request: PreprocessRequest) -> PreprocessReply:
-        content = self.media.get(request.media_id or "") or str(request.url).encode()
+        content = self.media.get(request.media_id or "") or request.content or str(request.url).encode()
         if request.may_skip_decode and (known := self.world.known.get(content)) is not None:
             media_id = f"kept-{len(self.media)}"
             self.media[media_id] = content
