@@ -37,11 +37,9 @@ def prompt_work(calls: StageCalls, prompt: Prompt, pictures: Pictures, cached: C
 
 def probable_prefill(calls: StageCalls, work: PromptWork) -> InstanceId | None:
     """Where the prompt would go now; None when no instance there could encode as well, so that it makes no difference."""
-    candidates = calls.routes.views("prefill")
-    encoders = {view.instance_id for view in calls.routes.views("encoder")}
-    if calls.routes.is_coupled or encoders.isdisjoint(view.instance_id for view in candidates):
+    if calls.routes.is_coupled or not calls.parts.book.some_encode_and_prefill:
         return None
-    choice = calls.routes.prefill(work)(candidates)
+    choice = calls.routes.prefill(work)(calls.routes.views("prefill"))
     return choice.instance_id if choice is not None else None
 
 

@@ -60,6 +60,7 @@ class _Told:
     num_changes: int
     instances: Mapping[Stage, list[Heartbeat]]
     num_with_kv: int
+    some_encode_and_prefill: bool
 
 
 class LoadBook:
@@ -72,7 +73,7 @@ class LoadBook:
         self._outstanding: dict[tuple[InstanceId, Stage], _Outstanding] = {}
         self._suspects: dict[InstanceId, Heartbeat | None] = {}
         self._encoded_at_s: dict[InstanceId, float] = {}
-        self._told = _Told(-1, {}, 0)
+        self._told = _Told(-1, {}, 0, False)
 
     def __len__(self) -> int:
         return len(self._outstanding)
@@ -86,12 +87,22 @@ class LoadBook:
         """Instances that may hold KV of prompts."""
         return self._read().num_with_kv
 
+    @property
+    def some_encode_and_prefill(self) -> bool:
+        """Whether there are instances that do both."""
+        return self._read().some_encode_and_prefill
+
     def _read(self) -> _Told:
         if self._told.num_changes != self._registry.num_changes:
             beats = [beat for beat in self._registry.ready() if beat.model is None or beat.model.revision == self._revision]
             instances = {stage: [beat for beat in beats if stage in (*beat.roles, beat.service)] for stage in STAGES}
-            num_with_kv = len({beat.instance_id for stage in ("prefill", "decode") for beat in instances[stage]})
-            self._told = _Told(self._registry.num_changes, instances, num_with_kv)
+            ids = {stage: {beat.instance_id for beat in instances[stage]} for stage in STAGES}
+            self._told = _Told(
+                num_changes=self._registry.num_changes,
+                instances=instances,
+                num_with_kv=len(ids["prefill"] | ids["decode"]),
+                some_encode_and_prefill=bool(ids["encoder"] & ids["prefill"]),
+            )
         return self._told
 
     def is_ready(self, instance_id: InstanceId) -> bool:
