@@ -18,6 +18,7 @@ from triptych.shared.messages import InstanceId
 from triptych.shared.policies.policy_set import CacheRules
 
 MAX_KEYS = MAX_PACKED_KEYS_BYTES // KEY_BYTES  # as many blocks are pulled from a peer
+MIN_KEYS = 4  # chosen: to compute fewer blocks takes about as long as to ask, 1 ms of a request's TTFT (measured)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +102,10 @@ class CachedParts:
             self._sequence.advance(images)
 
     async def ask(self, mm_hashes: Sequence[bytes] = ()) -> None:
-        """For the KV of the prompt as far as it is keyed, unless that was asked for, and these pictures' embeddings."""
+        """For the KV of the prompt as far as it is keyed, unless that was asked for or is little, and these pictures'
+        embeddings."""
         keys = self._sequence.usable_keys() if self._may_grow else ()
-        if len(keys) == self._num_asked:
+        if len(keys) == self._num_asked or len(keys) < MIN_KEYS:
             keys = ()
         wanted = mm_hashes if self._cache.rules.keeps_embeddings else ()
         if not self._is_asked or not (keys or wanted):

@@ -134,6 +134,16 @@ async def test_text_asks_nobody_where_only_one_instance_has_kv(world: World) -> 
     assert world.index.counters.num_round_trips == 0
 
 
+async def test_nobody_is_asked_about_a_few_blocks_of_text(toy_checkpoint: Path) -> None:
+    async with World(toy_checkpoint, block_size=16) as world:
+        world.is_caching = True
+        world.add_all()
+        for text, num_trips in (("hi", 0), (4 * TEXT, 1), ("hi", 1)):
+            assert (await world.ask(text)).status_code == 200
+            assert world.index.counters.num_round_trips == num_trips
+        await world.settled()
+
+
 async def test_tenants_share_nothing(world: World) -> None:
     stages = world.add_all()
     content = [picture("a"), words()]
