@@ -15,6 +15,7 @@ import platform
 import secrets
 import sys
 from collections import Counter
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -322,11 +323,12 @@ def _run_emulated(settings: Settings, counts: dict[str, int], process_id: Instan
         kinds[kind] += count
         groups.setdefault(kind, []).extend([group] * count)
     each = [(kind, group) for kind in kinds for group in groups[kind]]
-    members = {
-        name: functools.partial(_make_service, ROLES_OF.get(kind, (kind,)), group=group)
-        for name, (kind, group) in zip(names_of(kinds), each, strict=True)
-    }
-    return run_fleet(process_id, settings, members)
+
+    def maker(kind: str, group: str) -> Callable[[Settings], ServiceApp]:
+        return functools.partial(_make_service, ROLES_OF.get(kind, (kind,)), group=group)
+
+    members = {name: maker(kind, group) for name, (kind, group) in zip(names_of(kinds), each, strict=True)}
+    return run_fleet(process_id, settings, members, maker)
 
 
 def _make_service(stages: tuple[str, ...], settings: Settings, group: str = "") -> ServiceApp:

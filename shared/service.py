@@ -133,12 +133,13 @@ class ServiceHost:
     """The frame around one service. pulse: its process's, when that runs others besides."""
 
     def __init__(self, context: ServiceContext, service: ServiceApp, pulse: Pulse | None = None) -> None:
-        self._context = context
+        self.context = context
         self._service = service
         self._bus = context.bus
         self._lifecycle: Lifecycle = context.lifecycle
         self._pulse = pulse or Pulse(context.bus, context.registry, context.settings.heartbeat_interval_s)
         self.last_heartbeat: Heartbeat | None = None
+        self._has_started = False
         context.announce = self._beat
 
     @property
@@ -164,10 +165,10 @@ class ServiceHost:
     async def live(self, listener: socket.socket) -> int:
         """From its start until it has left; an exit status. The pulse has joined."""
         app = self._service.app
-        watch_process(self._context.metrics, self)
-        add_probes(app, lambda: self._lifecycle.state, self._context.instance_id, self._context.metrics)
+        watch_process(self.context.metrics, self)
+        add_probes(app, lambda: self._lifecycle.state, self.context.instance_id, self.context.metrics)
         server = make_server(gate_until_started(app, lambda: self._lifecycle.state))
-        self._context.registry.on_lost(self._on_lost)
+        self.context.registry.on_lost(self._on_lost)
         async with asyncio.TaskGroup() as tasks:
             serving = tasks.create_task(server.serve(sockets=[listener]), name="http")
             beating = tasks.create_task(self._beat_forever(), name="heartbeat")
@@ -185,15 +186,15 @@ class ServiceHost:
         self._lifecycle.begin_drain(exit=True)
 
     def _on_lost(self, instance_id: InstanceId) -> None:
-        beat = self._context.registry.get(instance_id)
+        beat = self.context.registry.get(instance_id)
         may_be_router = beat is None or beat.service == "router"  # one never heard of may have been one
-        is_other = instance_id != self._context.instance_id
-        if may_be_router and is_other and self._lifecycle.state != "starting":
+        is_other = instance_id != self.context.instance_id
+        if may_be_router and is_other and self._has_started:
             self._service.on_router_lost(instance_id)
 
     async def _start(self) -> int | None:
         """None when the service is ready, else the exit status."""
-        starting = asyncio.create_task(self._service.start(self._context), name="start")
+        starting = asyncio.create_task(self._service.start(self.context), name="start")
         stopped = asyncio.create_task(self._lifecycle.exit_asked.wait(), name="exit asked")
         try:
             await asyncio.wait((starting, stopped), return_when=asyncio.FIRST_COMPLETED)
@@ -209,13 +210,14 @@ class ServiceHost:
         finally:
             starting.cancel()
             stopped.cancel()
-        await self._bus.serve(self._context.instance_id, self._handle)
+        self._has_started = True
+        await self._bus.serve(self.context.instance_id, self._handle)
         if self._lifecycle.state == "starting":
             self._lifecycle.state = "ready"
         await self._beat()
         gc.collect()
         gc.freeze()  # what start-up made stays: looking at it again would be a tenth of a router's work
-        _log.info("ready", instance_id=self._context.instance_id, url=self._context.http_url)
+        _log.info("ready", instance_id=self.context.instance_id, url=self.context.http_url)
         return None
 
     async def _handle(self, request: InstanceRequest) -> Message | None:
@@ -230,18 +232,18 @@ class ServiceHost:
         _log.info("draining")
         await self._beat()
         try:
-            async with asyncio.timeout(self._context.settings.drain_timeout_s):
+            async with asyncio.timeout(self.context.settings.drain_timeout_s):
                 while not self._service.is_idle():  # noqa: ASYNC110 - asked of the service, which tells no event
                     await asyncio.sleep(IDLE_POLL_S)
         except TimeoutError:
-            _log.warning("drain timeout: work is cut off", drain_timeout_s=self._context.settings.drain_timeout_s)
+            _log.warning("drain timeout: work is cut off", drain_timeout_s=self.context.settings.drain_timeout_s)
         self._lifecycle.drained.set()
         await self._lifecycle.exit_asked.wait()
         return self._lifecycle.exit_code
 
     async def _leave(self, server: QuietServer, exit_code: int) -> None:
         is_wanted = exit_code == 0 and self._lifecycle.is_wanted_gone
-        lost = Lost(self._context.instance_id, self._context.name, exit_code, expected=is_wanted)
+        lost = Lost(self.context.instance_id, self.context.name, exit_code, expected=is_wanted)
         await self._bus.publish_event(LOST_SUBJECT, lost)
         server.should_exit = True
         try:
@@ -253,7 +255,7 @@ class ServiceHost:
     async def _beat_forever(self) -> None:
         while True:
             await self._beat()
-            await asyncio.sleep(self._context.settings.heartbeat_interval_s)
+            await asyncio.sleep(self.context.settings.heartbeat_interval_s)
 
     async def _beat(self) -> None:
         """Not while disconnected: old heartbeats must not be sent late."""
@@ -262,8 +264,8 @@ class ServiceHost:
             await self._bus.publish_event(HEARTBEAT_SUBJECT, self.last_heartbeat)
 
     def _make_heartbeat(self) -> Heartbeat:
-        context = self._context
-        report = self._service.report() if self._lifecycle.state != "starting" else Report()
+        context = self.context
+        report = self._service.report() if self._has_started else Report()  # one that is told to leave may never start
         resources = msgspec.structs.replace(
             report.resources or Resources(pid=0, num_threads=0),
             pid=os.getpid(),

@@ -141,6 +141,14 @@ def elastic_command(quick: Quick = False, as_json: AsJson = False) -> None:
     finish(bench_elastic(Plan(is_quick=quick)), as_json)
 
 
+@bench.command("autoscale")
+def autoscale_command(quick: Quick = False, as_json: AsJson = False) -> None:
+    """GPU-seconds of a day whose load swings: ours, a monolith scaled by the same rule, as many as the peak needs."""
+    from triptych.loadgen.bench.autoscale import bench_autoscale
+
+    finish(bench_autoscale(Plan(is_quick=quick)), as_json)
+
+
 @bench.command("cache")
 def cache_command(
     model: Annotated[

@@ -20,7 +20,7 @@ from triptych.loadgen.traces.writer import write_trace
 from triptych.shared.console import table_console
 from triptych.shared.units import plain
 
-WORKLOADS = "azure-lmm, bursts, chat-reuse, day, image-light, servegen, or a .toml file of yours"
+WORKLOADS = "azure-lmm, bursts, chat-reuse, day, image-light, servegen, tides, or a .toml file of yours"
 
 synth = typer.Typer()
 

@@ -2,7 +2,7 @@
 
 Servers (NATS, Valkey) and the scaler are started again by itself; a stage only when the scaler asks (LaunchRequest), whom it
 tells of the loss every second until then. One that was drained (DrainRequest) is not told of: it stays ended, until the scaler
-asks for one instance more (ScaleOutRequest).
+asks for one instance more (ScaleOutRequest). Emulated instances share a process: that starts one more.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from triptych.services.launcher.child import Child, ChildSpec
 from triptych.services.launcher.child_log import ChildLog
 from triptych.services.launcher.template import NoTemplateError, Template
 from triptych.shared.bus import Bus
-from triptych.shared.errors import BadRequest, Overloaded
+from triptych.shared.errors import BadRequest, InternalError, Overloaded
 from triptych.shared.fleet import member_id
 from triptych.shared.messages import (
     LOST_SUBJECT,
@@ -43,6 +43,7 @@ from triptych.shared.service_app import new_instance_id
 TELL_INTERVAL_S = 1.0  # chosen: how often an unrepaired loss is told again
 NUM_CRASHES_KEPT = 32  # chosen: more than the policy looks at
 NUM_DRAINED_KEPT = 1024  # chosen: instances that said that they were drained; each is looked for soon after
+ADD_TIMEOUT_S = 4.0  # chosen: less than the scaler waits for us (ASK_TIMEOUT_S)
 MAX_LAUNCHED = 64  # chosen: processes of one kind; a policy gone wild must not fork hundreds
 
 _log = structlog.get_logger(__name__)
@@ -51,13 +52,16 @@ _log = structlog.get_logger(__name__)
 @dataclass(slots=True)
 class Slot:
     """A place for one process at a time. make_spec: what to start, given the new incarnation's id. is_own: the launcher
-    starts it again by itself. instances: the names under which the process appears, its own alone if empty."""
+    starts it again by itself. instances: the names under which the process appears, its own alone if empty. takes_more: the
+    process starts more instances itself, and added are those that it has: they are gone with it."""
 
     name: str
     make_spec: Callable[[InstanceId], ChildSpec]
     log: ChildLog
     is_own: bool = False
     instances: tuple[str, ...] = ()
+    takes_more: bool = False
+    added: list[str] = field(default_factory=list)
     child: Child | None = None
     instance_id: InstanceId | None = None
     relaunch: asyncio.Event = field(default_factory=asyncio.Event)
@@ -67,7 +71,7 @@ class Slot:
 
     def ids(self) -> dict[str, InstanceId]:
         """Of the instances of the last process, by name."""
-        names = self.instances or (self.name,)
+        names = (*(self.instances or (self.name,)), *self.added)
         return {} if self.instance_id is None else {name: member_id(name, self.instance_id) for name in names}
 
 
@@ -100,6 +104,9 @@ class LocalLauncher:
     def _on_event(self, event: Event) -> None:
         if isinstance(event, Lost) and event.expected:
             self._drained.append(event.instance_id)
+            for slot in self._slots.values():
+                if event.name in slot.added:
+                    slot.added.remove(event.name)
 
     def pids(self) -> dict[str, int]:
         """Of the running processes, by slot name."""
@@ -135,16 +142,17 @@ class LocalLauncher:
             BadRequest: no such slot, or kind.
             Overloaded: its process is still there, or was asked for already (by another instance that shared it), or there are
                 too many, or everything is being stopped.
+            InstanceLost, DeadlineExceeded: the process that is to start one more is gone, or does not answer.
         """
         match request:
             case LaunchRequest(name):
                 return self._launch_again(name)
             case ScaleOutRequest(kind, group):
-                return Launched(self._scale_out(kind, group))
+                return Launched(await self._scale_out(kind, group))
         raise BadRequest(f"the launcher takes no {type(request).__name__}", code="wrong_instance")
 
     def _launch_again(self, name: str) -> Accepted:
-        slot = next((slot for slot in self._slots.values() if name in (slot.name, *slot.instances)), None)
+        slot = next((slot for slot in self._slots.values() if name in (slot.name, *slot.ids())), None)
         if slot is None:
             raise BadRequest(f"there is no slot {name!r}", code="no_such_slot")
         if self._is_stopping or slot.relaunch.is_set() or (slot.child is not None and slot.child.is_running):
@@ -152,13 +160,15 @@ class LocalLauncher:
         slot.relaunch.set()
         return Accepted()
 
-    def _scale_out(self, kind: str, group: str) -> str:
+    async def _scale_out(self, kind: str, group: str) -> str:
         if kind not in ROLES_OF:
             raise BadRequest(f"there are no instances of kind {kind!r}", code="bad_setting")
         if 0 < self._max_instances <= self._num_instances():
             raise Overloaded(f"there are {self._max_instances} instances, and there may be no more", code="slot_busy")
         if self._is_stopping or self._make_slot is None:
             raise Overloaded("no instances can be added now", code="slot_busy")
+        if (slot := next((slot for slot in self._slots.values() if slot.takes_more), None)) is not None:
+            return await self._add_to(slot, ScaleOutRequest(kind, group))
         taken = {name for slot in self._slots.values() for name in (slot.name, *slot.instances)}
         for name in itertools.islice((f"{kind}-{index}" for index in itertools.count()), MAX_LAUNCHED):
             if name not in taken:
@@ -171,6 +181,15 @@ class LocalLauncher:
                 slot.relaunch.set()
                 return name
         raise Overloaded(f"there are {MAX_LAUNCHED} instances of kind {kind} already", code="slot_busy")
+
+    async def _add_to(self, slot: Slot, request: ScaleOutRequest) -> str:
+        if self._bus is None or slot.instance_id is None:
+            raise Overloaded("it is being started", code="slot_busy")
+        reply = await self._bus.request(slot.instance_id, request, ADD_TIMEOUT_S)
+        if not isinstance(reply, Launched):
+            raise InternalError(f"{slot.name} answered with a {type(reply).__name__}")
+        slot.added.append(reply.name)
+        return reply.name
 
     def _is_vacant(self, slot: Slot) -> bool:
         """Its last process was drained and has ended, and nobody has asked for another one."""
@@ -210,6 +229,7 @@ class LocalLauncher:
             if self._is_stopping:
                 return None
             slot.instance_id = new_instance_id(slot.name)
+            slot.added.clear()
             spec = slot.make_spec(slot.instance_id)
             slot.child = await self._fork(spec, slot.log)
             if slot.child is None and not self._is_stopping:

@@ -24,7 +24,15 @@ from triptych.services.launcher.child import ChildSpec
 from triptych.services.launcher.child_log import ChildLog
 from triptych.services.launcher.embedded import EmbeddedNats, EmbeddedServer, EmbeddedValkey
 from triptych.services.launcher.local import LocalLauncher, Slot
-from triptych.services.launcher.plan import Counts, PlannedSlot, instance_slot, plan_slots, serve_spec, template_env
+from triptych.services.launcher.plan import (
+    EMULATED,
+    Counts,
+    PlannedSlot,
+    instance_slot,
+    plan_slots,
+    serve_spec,
+    template_env,
+)
 from triptych.services.launcher.presence import Presence
 from triptych.services.launcher.run_file import RunAnnouncement, announce_run
 from triptych.services.launcher.template import IS_SUPPORTED, Template
@@ -240,7 +248,8 @@ class Up:
             port = self._router_port if planned.name == MAIN_ROUTER else None
             return serve_spec(planned, self._settings, port, instance_id, self._folder / "tmp")
 
-        return Slot(planned.name, make_spec, self._log(planned.name), planned.stage == "scaler", planned.instances)
+        is_own, is_fleet = planned.stage == "scaler", planned.name == EMULATED
+        return Slot(planned.name, make_spec, self._log(planned.name), is_own, planned.instances, takes_more=is_fleet)
 
     def _log(self, name: str) -> ChildLog:
         is_chosen = "log_level" in self._settings.model_fields_set

@@ -55,6 +55,7 @@ class ClusterState:
     instances: tuple[ElasticInstance, ...] = ()
     is_complete: bool = False  # all instances were ready once, and all roles were there
     _seen: dict[InstanceId, _Seen] = field(default_factory=dict)
+    _ending: dict[InstanceId, _Seen] = field(default_factory=dict)  # not ready any more, and not gone
     _names: frozenset[str] = frozenset()
     _counts: dict[InstanceId, Mapping[Group, Demand]] = field(default_factory=dict)
     _coming: dict[str, _Expected] = field(default_factory=dict)
@@ -73,6 +74,8 @@ class ClusterState:
                 _meet(self._coming, beat.name, seen[beat.instance_id])
         for instance_id in self._seen.keys() - seen.keys():
             _meet(self._leaving, instance_id, self._seen[instance_id])
+        known = self._ending | self._seen
+        self._ending = {id_: known[id_] for beat in ours if (id_ := beat.instance_id) in known.keys() - seen.keys()}
         self._seen, self._names = seen, frozenset(beat.name for beat in ready)
         self._coming, self._leaving = _still(self._coming, now_s), _still(self._leaving, now_s)
         staying = [beat for beat in ready if beat.instance_id not in self._leaving]
@@ -120,6 +123,12 @@ class ClusterState:
     def counts(self) -> Counter[tuple[Kind, Group]]:
         """Instances by kind and group, those that start included."""
         return Counter((kind_of(one.roles), one.group) for one in self.instances)
+
+    def paid(self) -> Counter[Kind]:
+        """Instances by kind that use a machine: those that start, and those that leave until they are gone, included."""
+        leaving = [*self._ending.values(), *(seen for id_, seen in self._seen.items() if id_ in self._leaving)]
+        roles = [*(one.roles for one in self.instances), *(seen.roles for seen in leaving)]
+        return Counter(map(kind_of, roles))
 
     def demand(self) -> dict[Group, GroupDemand]:
         return self.meter.demand()

@@ -80,7 +80,7 @@ class Controller:
     def _observe(self) -> float:
         """Takes in what was heard; the time of that."""
         now_s = self._now_s()
-        self._metrics.spend(self._state.instances, (now_s - self._observed_s) / self._time_scale)
+        self._metrics.spend(self._state.paid(), (now_s - self._observed_s) / self._time_scale)
         self._observed_s = now_s
         self._state.observe(self._registry.all(), now_s)
         counts = self._state.counts()

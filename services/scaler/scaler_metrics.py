@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from triptych.services.scaler.cluster_state import kind_of
 from triptych.shared.decision_entry import ActionName, Result
-from triptych.shared.policies.elastic.views import ElasticInstance, GroupDemand
+from triptych.shared.policies.elastic.views import GroupDemand
 from triptych.shared.policies.groups import Group
 from triptych.shared.policies.placement import Kind
 
@@ -35,7 +34,7 @@ class ScalerMetrics:
         )
         self._instance_seconds = Counter(
             "triptych_instance_seconds",
-            "time of instances, from the moment that they were asked for",
+            "time of instances, from the moment that they were asked for until they are gone",
             ["kind"],
             registry=metrics,
         )
@@ -65,7 +64,7 @@ class ScalerMetrics:
             if one.attainment is not None:
                 self._attainment.labels(group).set(one.attainment)
 
-    def spend(self, instances: Iterable[ElasticInstance], seconds: float) -> None:
-        """So long they have been there."""
-        for one in instances:
-            self._instance_seconds.labels(kind_of(one.roles)).inc(seconds)
+    def spend(self, paid: Mapping[Kind, int], seconds: float) -> None:
+        """So long so many of each kind have been there."""
+        for kind, count in paid.items():
+            self._instance_seconds.labels(kind).inc(count * seconds)

@@ -12,6 +12,7 @@ from triptych.shared.messages import Role
 from triptych.shared.policies.elastic.autoscale import ModServeScaling
 from triptych.shared.policies.elastic.emp import ElasticMMScaling
 from triptych.shared.policies.elastic.planned_roles import Planned
+from triptych.shared.policies.elastic.staffing import WHOLE, Staffing
 from triptych.shared.policies.elastic.strategy import Elasticity, Fixed
 from triptych.shared.policies.follow_ups import FollowUps
 from triptych.shared.policies.overlap import Overlap, by_gain, never
@@ -70,7 +71,7 @@ COUPLED_EQUAL = Placement(PROMPT_DECODE.shares, text_share=0.5)
 
 TRIPTYCH = PolicySet(
     SHARED_TEXT,
-    RoutingRules(follow_ups=FOLLOW_UPS),
+    RoutingRules(has_groups=True, follow_ups=FOLLOW_UPS),  # only where the number of instances may change are there any
     queue_order=by_slack,
     overlap=by_gain,
     sharding=by_finish,
@@ -80,9 +81,7 @@ TRIPTYCH = PolicySet(
 POLICY_SETS = {
     # coupled servers as they are today: caches of their own, first come first served, one of them for a whole request
     "monolith_rr": PolicySet(COLOCATED, RoutingRules(coupled=ALL_STAGES, is_in_turn=True), cache=UNIFIED),
-    "monolith": PolicySet(
-        COLOCATED, RoutingRules(coupled=ALL_STAGES), cache=UNIFIED, elasticity=ModServeScaling(kinds=("instance",))
-    ),
+    "monolith": PolicySet(COLOCATED, RoutingRules(coupled=ALL_STAGES), cache=UNIFIED, elasticity=Staffing(pools=WHOLE)),
     "pd_static": PolicySet(PROMPT_DECODE, ENCODES_WHERE_IT_PREFILLS),
     "static": PolicySet(STAGES),
     # ModServe's ablations: stages apart; then scheduled by their SLOs; then routed by their load
@@ -103,8 +102,8 @@ POLICY_SETS = {
     "triptych": TRIPTYCH,
     "triptych_barrier": replace(TRIPTYCH, overlap=never),
     "triptych_undivided": replace(TRIPTYCH, sharding=undivided),
-    "triptych_uncached": replace(TRIPTYCH, routing=BY_LOAD, cache=NO_CACHE),
-    "triptych_handed_over": replace(TRIPTYCH, routing=BY_LOAD),
+    "triptych_uncached": replace(TRIPTYCH, routing=BY_GROUP, cache=NO_CACHE),
+    "triptych_handed_over": replace(TRIPTYCH, routing=BY_GROUP),
     "triptych_fixed": replace(TRIPTYCH, elasticity=FIXED),
 }
 

@@ -216,6 +216,16 @@ async def test_a_failing_start_is_one_clear_line_and_status_1(ears: Ears, start:
     assert (ears.lost[0].exit_code, ears.lost[0].expected) == (1, False)
 
 
+async def test_one_that_is_stopped_while_it_starts_leaves_quietly(ears: Ears, start: Start) -> None:
+    process = await start("instance", "slow")
+    await ears.until(lambda: any(beat.name == "slow" for beat in ears.beats), "its first heartbeat")
+    process.send_signal(signal.SIGTERM)
+    status, out, err = await end_of(process)
+    assert (status, out) == (0, "stopped\n"), err
+    assert "Traceback" not in err
+    await ears.until(lambda: bool(ears.lost), "its last word")
+
+
 async def test_all_interfaces_are_refused(start: Start) -> None:
     every = ".".join("0000")
     status, _, err = await end_of(await start("instance", "dummy-0", TRIPTYCH_BIND_HOST=every))

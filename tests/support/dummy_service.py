@@ -22,8 +22,8 @@ from triptych.shared.settings import Settings, load_settings
 
 
 class Dummy:
-    """LaunchRequest(name="1.5") makes it busy for 1.5 seconds, "-1" makes it give up. The slot name `broken` never starts. Its
-    roles are those of its name's kind, an encoder's where that is none."""
+    """LaunchRequest(name="1.5") makes it busy for 1.5 seconds, "-1" makes it give up. The slot name `broken` never starts, and
+    `slow` is always about to. Its roles are those of its name's kind, an encoder's where that is none."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -34,6 +34,8 @@ class Dummy:
     async def start(self, context: ServiceContext) -> None:
         if context.name == "broken":
             raise BadRequest("this one never starts", code="broken")
+        if context.name == "slow":
+            await asyncio.Event().wait()
         self._context = context
         say("starting")
 

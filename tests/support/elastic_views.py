@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from triptych.shared.cost_model.forms import PassCosts
 from triptych.shared.instance_info import StageLoad
 from triptych.shared.messages import InstanceId, Role
-from triptych.shared.policies.elastic.actions import Decision, Drain, Switch
+from triptych.shared.policies.elastic.actions import Decision, Drain, Launch, Switch
 from triptych.shared.policies.elastic.views import ClusterView, ElasticCosts, ElasticInstance, GroupDemand, Limits, Rates
 from triptych.shared.policies.groups import ANY, MULTIMODAL, TEXT, Group
 from triptych.shared.policies.placement import ROLES_OF
@@ -46,7 +46,8 @@ def instance(name: str, kind: str, group: Group = ANY, *loads: StageLoad, since_
 
 def demand(rates: Rates, attainment: float | None = None) -> GroupDemand:
     """Steady."""
-    return GroupDemand(rates, rates, rates, rates.images_per_request, attainment, 100 if attainment is not None else 0)
+    num_ended = 100 if attainment is not None else 0
+    return GroupDemand(rates, rates, rates, rates.images_per_request, attainment, num_ended, now=rates)
 
 
 def view(
@@ -65,7 +66,7 @@ def view(
 
 
 def after(seen: ClusterView, decisions: Iterable[Decision], seconds: float) -> ClusterView:
-    """The same cluster when all switches and drains are done, and all that waited or ran is; the demand is what it was."""
+    """The same cluster when all that was decided is done, and all that waited or ran is; the demand is what it was."""
     members = {one.instance_id: replace(one, loads=(), num_free_slots=one.num_slots) for one in seen.instances}
     for decision in decisions:
         action = decision.action
@@ -74,6 +75,12 @@ def after(seen: ClusterView, decisions: Iterable[Decision], seconds: float) -> C
             members[old.instance_id] = replace(old, roles=action.roles, group=action.group, since_s=seen.now_s)
         elif isinstance(action, Drain):
             del members[action.instance_id]
+        elif isinstance(action, Launch):
+            started = [
+                instance(f"{action.kind}-{seen.now_s:.0f}-{index}", action.kind, action.group, since_s=seen.now_s)
+                for index in range(action.count)
+            ]
+            members |= {one.instance_id: one for one in started}
     return replace(seen, now_s=seen.now_s + seconds, instances=tuple(members.values()))
 
 
@@ -86,7 +93,7 @@ rates = st.builds(
     output_tokens=st.floats(0, 3000),
 )
 demands = st.builds(
-    GroupDemand, rates, rates, rates, st.floats(0, 8), st.one_of(st.none(), st.floats(0, 1)), st.integers(0, 200)
+    GroupDemand, rates, rates, rates, st.floats(0, 8), st.one_of(st.none(), st.floats(0, 1)), st.integers(0, 200), rates
 )
 
 

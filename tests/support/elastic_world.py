@@ -2,7 +2,7 @@
 
 Event by event: encode batches, prefill chunks and decode steps take what the cost model says, stages of an instance take turns,
 switches, migrations and starts take time. Routing, queues and elasticity are the product's own functions.
-Left out: preprocessing, the bus, caches, overlap, and what routers do not know yet (they see the present).
+Left out: preprocessing, the bus, caches, overlap, refusals, and what routers do not know yet (they see the present).
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from triptych.shared.policies.placement import ROLES_OF
 from triptych.shared.policies.queueing import QueueOrder
 from triptych.shared.policies.routing import ImageWork, PromptWork
 from triptych.shared.policies.routing_rules import RoutingRules
+from triptych.shared.policies.sharding import DivisibleImage, Sharding, undivided
 
-MAX_ENCODE_TOKENS, MAX_PREFILL_TOKENS, MAX_NUM_SEQS = 16_384, 8192, 256  # as emulated instances have them
+MAX_ENCODE_TOKENS, MAX_NUM_SEQS = 16_384, 256  # as emulated instances have them
 BLOCK_SIZE = 16
 NOBODY = InstanceId("")
 STAGES: tuple[Role, ...] = ("encoder", "prefill", "decode")
@@ -48,12 +49,13 @@ class Arrival:
 
 @dataclass
 class Running:
-    """A request, and each piece of it that waits: an image, a prompt, an output."""
+    """A request, also as what waits of it: a prompt, an output. home: of a coupled one."""
 
     arrival: Arrival
     image: ImageShape
     slack_s: float
-    images_left: int = 0
+    parts_left: int = 0
+    home: InstanceId | None = None
     computed: int = 0
     num_generated: int = 0
     first_token_s: float | None = None
@@ -79,6 +81,26 @@ class Running:
 
 
 @dataclass(eq=False)
+class Part:
+    """An image of a request, or some pieces of it, that waits for an encoder."""
+
+    running: Running
+    shape: ImageShape
+
+    @property
+    def arrived_at_s(self) -> float:
+        return self.running.arrived_at_s
+
+    @property
+    def slack_s(self) -> float:
+        return self.running.slack_s
+
+    @property
+    def work_s(self) -> float:
+        return self.running.work_s
+
+
+@dataclass(eq=False)
 class Instance:
     """A `StageView` of whichever stage `stage` names comes from view()."""
 
@@ -88,7 +110,8 @@ class Instance:
     num_slots: int
     since_s: float
     ready_s: float
-    queues: dict[Role, list[Running]] = field(default_factory=lambda: {"encoder": [], "prefill": []})
+    parts: list[Part] = field(default_factory=list)
+    prompts: list[Running] = field(default_factory=list)
     decoding: list[tuple[int, int, Running]] = field(default_factory=list)  # heap by the step at which an output ends
     num_steps: int = 0
     num_context_tokens: int = 0
@@ -99,14 +122,14 @@ class Instance:
     is_leaving: bool = False
 
     def num_requests(self, role: Role) -> int:
-        return len(self.decoding) if role == "decode" else len(self.queues[role])
+        return len({"encoder": self.parts, "prefill": self.prompts, "decode": self.decoding}[role])
 
     def num_pending(self, role: Role) -> int:
         if role == "decode":
             return self.num_context_tokens
         if role == "encoder":
-            return sum(running.image.num_tokens for running in self.queues["encoder"])
-        return sum(running.num_prompt_tokens - running.computed for running in self.queues["prefill"])
+            return sum(part.shape.num_tokens for part in self.parts)
+        return sum(running.num_prompt_tokens - running.computed for running in self.prompts)
 
     @property
     def num_free_slots(self) -> int:
@@ -145,7 +168,9 @@ class Setup:
     queue_order: QueueOrder
     elasticity: Elasticity
     limits: Limits
-    image_side: int = 896
+    sharding: Sharding = undivided
+    image_size: tuple[int, int] = (896, 896)
+    max_prefill_tokens: int = 8192
     slo_factor: float = 5.0
 
 
@@ -179,7 +204,7 @@ class World:
         self.setup = setup
         self.cost = setup.cost
         self.costs = costs_of(setup.cost, setup.cost.unknowns.rdma)
-        self.image = setup.cost.image(setup.image_side, setup.image_side)
+        self.image = setup.cost.image(*setup.image_size)
         self.num_slots = setup.cost.memory.kv_capacity_bytes // setup.cost.memory.kv_bytes_per_token
         self.now_s = 0.0
         self.events: list[tuple[float, int, Callable[[], None]]] = []
@@ -188,7 +213,7 @@ class World:
         self.instances: dict[InstanceId, Instance] = {}
         for roles, group in setup.layout:
             self.add(roles, group, -1e9)
-        self.waiting: list[tuple[Role, Running]] = []
+        self.waiting: list[tuple[Role, Part | Running]] = []
         self.requests: list[Running] = []
         self.meter = DemandMeter(0.0)
         self.counts = {name: dict.fromkeys(Demand.__struct_fields__, 0) for name in GROUPS}
@@ -238,7 +263,7 @@ class World:
 
     def arrive(self, arrival: Arrival) -> None:
         ttft_s, _ = self.isolated_s(arrival)
-        running = Running(arrival, self.image, self.setup.slo_factor * ttft_s, arrival.num_images)
+        running = Running(arrival, self.image, self.setup.slo_factor * ttft_s)
         running.work_s = ttft_s
         self.requests.append(running)
         counts = self.counts[running.group]
@@ -246,15 +271,44 @@ class World:
         counts["num_text_tokens"] += arrival.num_text_tokens
         counts["num_images"] += arrival.num_images
         counts["num_image_tokens"] += arrival.num_images * self.image.num_tokens
-        if not arrival.num_images:
-            self.dispatch("prefill", running)
-        for _ in range(arrival.num_images):
-            self.dispatch("encoder", running)
+        self.begin(running)
 
-    def views(self, role: Role, group: Group) -> list[View]:
-        """Candidates, as the router filters them."""
+    def begin(self, running: Running) -> None:
+        """Its pictures, and where it has none its prompt, go to whom the routing rules choose."""
+        if self.setup.routing.coupled:
+            by_stage = {stage: self.views(stage, running.group) for stage in STAGES}
+            choice = self.setup.routing.home(by_stage, next(self.turns["prefill"]))
+            assert choice is not None, "coupled servers are never all away"
+            running.home = choice.instance_id
+        images = [self.image] * running.arrival.num_images
+        running.parts_left = len(images)
+        for image in images:
+            self.encode_somewhere(Part(running, image))
+        if not images:
+            self.dispatch("prefill", running)
+
+    def encode_somewhere(self, part: Part) -> None:
+        """Whole, or divided among several."""
+        image, group = part.shape, part.running.group
+        whole = DivisibleImage(image.num_pieces, image.num_tokens // image.num_pieces)
+        shares = self.setup.sharding(self.views("encoder", group), whole)
+        part.running.parts_left += max(0, len(shares) - 1)
+        for share in shares:
+            shape = ImageShape(share.num_pieces * whole.piece_tokens, share.num_pieces, image.patches_per_piece)
+            self.encode_at(share.instance_id, Part(part.running, shape))
+        if not shares:
+            self.dispatch("encoder", part)
+
+    def encode_at(self, instance_id: InstanceId, part: Part) -> None:
+        self.instances[instance_id].parts.append(part)
+        self.wake(self.instances[instance_id])
+
+    def views(self, role: Role, group: Group, home: InstanceId | None = None) -> list[View]:
+        """Candidates, as the router filters them. A home that leaves finishes what it has."""
         ready = [
-            one for one in self.instances.values() if role in one.roles and one.ready_s <= self.now_s and not one.is_leaving
+            one
+            for one in self.instances.values()
+            if role in one.roles and one.ready_s <= self.now_s and (not one.is_leaving or one.instance_id == home)
         ]
         return [self.view(one, role) for one in of_group(ready, group)]
 
@@ -264,7 +318,7 @@ class World:
             for other in STAGES[:2]
             if other != role and one.tokens_per_s.get(other)
         )
-        ago_s = 0.0 if one.queues["encoder"] else self.now_s - one.encoded_at_s
+        ago_s = 0.0 if one.parts else self.now_s - one.encoded_at_s
         return View(
             one.instance_id,
             one.num_requests(role),
@@ -276,21 +330,25 @@ class World:
             one.group,
         )
 
-    def dispatch(self, role: Role, running: Running, prefill_id: InstanceId = NOBODY) -> None:
+    def dispatch(self, role: Role, work: Part | Running, prefill_id: InstanceId = NOBODY) -> None:
         """To the instance that the routing rules choose; what nobody can take waits until somebody can."""
-        views, rules = self.views(role, running.group), self.setup.routing
-        if role == "encoder":
-            choice = rules.encoder(views, ImageWork(self.image.num_tokens), next(self.turns[role]))
+        running = work.running if isinstance(work, Part) else work
+        home = running.home if role in self.setup.routing.coupled else None
+        views, rules, turn = self.views(role, running.group, home), self.setup.routing, next(self.turns[role])
+        if isinstance(work, Part):
+            choice = rules.encoder(views, ImageWork(work.shape.num_tokens), turn, home)
         elif role == "prefill":
-            choice = rules.prefill(views, PromptWork(running.num_prompt_tokens), next(self.turns[role]))
+            choice = rules.prefill(views, PromptWork(running.num_prompt_tokens), turn, home)
         else:
-            choice = rules.decode(views, running.num_context_tokens // BLOCK_SIZE + 1, prefill_id)
+            choice = rules.decode(views, running.num_context_tokens // BLOCK_SIZE + 1, prefill_id, home)
         if choice is None:
-            self.waiting.append((role, running))
+            self.waiting.append((role, work))
             return
         one = self.instances[choice.instance_id]
-        if role != "decode":
-            one.queues[role].append(running)
+        if isinstance(work, Part):
+            self.encode_at(one.instance_id, work)
+        elif role == "prefill":
+            one.prompts.append(running)
             self.wake(one)
         elif one.instance_id == prefill_id:
             self.join(one, running)
@@ -344,34 +402,31 @@ class World:
         finish()
         self.wake(one)
 
-    def ordered(self, one: Instance, role: Role) -> list[Running]:
-        one.queues[role] = self.setup.queue_order(one.queues[role], self.now_s)
-        return one.queues[role]
-
     def encode(self, one: Instance) -> tuple[float, int, Callable[[], None]]:
-        queue = self.ordered(one, "encoder")
-        batch = queue[: num_to_batch([running.image.num_tokens for running in queue], MAX_ENCODE_TOKENS)]
+        one.parts = self.setup.queue_order(one.parts, self.now_s)
+        batch = one.parts[: num_to_batch([part.shape.num_tokens for part in one.parts], MAX_ENCODE_TOKENS)]
 
         def finish() -> None:
             one.encoded_at_s = self.now_s
-            for running in batch:
-                one.queues["encoder"].remove(running)
-                running.images_left -= 1
-                if not running.images_left:
-                    self.dispatch("prefill", running)
+            for part in batch:
+                one.parts.remove(part)
+                part.running.parts_left -= 1
+                if not part.running.parts_left:
+                    self.dispatch("prefill", part.running)
 
-        return self.cost.encode_s([self.image] * len(batch)), sum(running.image.num_tokens for running in batch), finish
+        shapes = [part.shape for part in batch]
+        return self.cost.encode_s(shapes), sum(shape.num_tokens for shape in shapes), finish
 
     def prefill(self, one: Instance) -> tuple[float, int, Callable[[], None]]:
-        queue = self.ordered(one, "prefill")
-        sizes = chunk_sizes([running.num_prompt_tokens - running.computed for running in queue], MAX_PREFILL_TOKENS)
+        queue = one.prompts = self.setup.queue_order(one.prompts, self.now_s)
+        sizes = chunk_sizes([running.num_prompt_tokens - running.computed for running in queue], self.setup.max_prefill_tokens)
         step = [(running, size) for running, size in zip(queue, sizes, strict=True) if size]
 
         def finish() -> None:
             for running, size in step:
                 running.computed += size
                 if running.computed == running.num_prompt_tokens:
-                    one.queues["prefill"].remove(running)
+                    one.prompts.remove(running)
                     running.first_token_s, running.num_generated = self.now_s, 1
                     if running.arrival.num_output_tokens <= 1:
                         self.end(running)
@@ -449,18 +504,25 @@ class World:
             assert isinstance(action, Advise)
 
     def hand_over(self, one: Instance) -> None:
-        """What has not begun in a stage that the instance leaves goes elsewhere; outputs move with their KV."""
+        """What has not begun in a stage that the instance leaves goes elsewhere; outputs move with their KV. What is coupled
+        stays."""
+        if self.setup.routing.coupled:
+            return
         stays = frozenset() if one.is_leaving else one.roles
         if "decode" not in stays:
             moving, one.decoding, one.num_context_tokens = self.outputs(one), [], 0
             for running in moving:
                 self.dispatch("decode", running)
-        for role in STAGES[:2]:
-            if role not in stays:
-                num_begun = self.num_begun(one, role)
-                moving, one.queues[role] = one.queues[role][num_begun:], one.queues[role][:num_begun]
-                for running in moving:
-                    self.dispatch(role, running)
+        if "encoder" not in stays:
+            num_begun = self.num_begun(one, "encoder")
+            parts, one.parts = one.parts[num_begun:], one.parts[:num_begun]
+            for part in parts:
+                self.dispatch("encoder", part)
+        if "prefill" not in stays:
+            num_begun = self.num_begun(one, "prefill")
+            prompts, one.prompts = one.prompts[num_begun:], one.prompts[:num_begun]
+            for running in prompts:
+                self.dispatch("prefill", running)
 
     def outputs(self, one: Instance) -> list[Running]:
         for ends_at_step, _, running in one.decoding:
@@ -472,14 +534,14 @@ class World:
         if not one.is_busy or STAGES[one.last_stage] != role:
             return 0
         if role == "encoder":
-            return num_to_batch([running.image.num_tokens for running in one.queues[role]], MAX_ENCODE_TOKENS)
-        left = [running.num_prompt_tokens - running.computed for running in one.queues[role]]
-        return sum(1 for size in chunk_sizes(left, MAX_PREFILL_TOKENS) if size)
+            return num_to_batch([part.shape.num_tokens for part in one.parts], MAX_ENCODE_TOKENS)
+        left = [running.num_prompt_tokens - running.computed for running in one.prompts]
+        return sum(1 for size in chunk_sizes(left, self.setup.max_prefill_tokens) if size)
 
     def retry(self) -> None:
         waiting, self.waiting = self.waiting, []
-        for role, running in waiting:
-            self.dispatch(role, running)
+        for role, work in waiting:
+            self.dispatch(role, work)
 
 
 def layout(text: str) -> Iterator[tuple[frozenset[Role], Group]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from triptych.shared.instance_info import Demand
@@ -53,9 +53,10 @@ def _counts_of(demand: Demand, seconds: float) -> _Counts:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """past: everything, decayed. windows: whole ones, oldest first. now: the window that is not over."""
+    """past, lately: everything, decayed slowly, and soon. windows: whole ones, oldest first. now: what is after those."""
 
     past: _Counts = field(default_factory=_Counts)
+    lately: _Counts = field(default_factory=_Counts)
     windows: tuple[_Counts, ...] = ()
     now: _Counts = field(default_factory=_Counts)
 
@@ -63,11 +64,13 @@ class _Group:
 @dataclass(frozen=True, slots=True)
 class DemandMeter:
     """last_s: when counts were added last, or from when on they count. average_s: after as long something counts 1 / e in the
-    averages; these are of what was measured alone, so that the first moments are no seed that lingers. window_s: of recent
+    averages; these are of what was measured alone, so that the first moments are no seed that lingers. lately_s: the same of
+    the other average, by which instances are started and ended. window_s: of recent
     rates, and of those that peaks, peak_s back, are taken from. attainment_s: of the requests that attainment is of."""
 
     last_s: float
     average_s: float = 120.0  # chosen: minutes, so that a surge of some seconds moves no roles
+    lately_s: float = 30.0  # chosen: about what an instance takes to start
     window_s: float = 10.0  # chosen: some tens of requests, where roles are worth moving
     peak_s: float = 300.0  # chosen: ModServe's period
     attainment_s: float = 60.0  # chosen
@@ -78,10 +81,8 @@ class DemandMeter:
         seconds = now_s - self.last_s
         if seconds <= 0:
             return self
-        decay = math.exp(-seconds / self.average_s)
         groups = {
-            name: self._with(group, _counts_of(counts.get(name, NO_DEMAND), seconds), decay)
-            for name, group in self.groups.items()
+            name: self._with(group, _counts_of(counts.get(name, NO_DEMAND), seconds)) for name, group in self.groups.items()
         }
         return replace(self, last_s=now_s, groups=groups)
 
@@ -89,23 +90,35 @@ class DemandMeter:
         """By group, as of last_s."""
         return {name: self._demand(group) for name, group in self.groups.items()}
 
-    def _with(self, group: _Group, counts: _Counts, decay: float) -> _Group:
-        past, now = group.past.plus(counts, decay), group.now.plus(counts)
+    def _with(self, group: _Group, counts: _Counts) -> _Group:
+        past = group.past.plus(counts, math.exp(-counts.seconds / self.average_s))
+        lately = group.lately.plus(counts, math.exp(-counts.seconds / self.lately_s))
+        now = group.now.plus(counts)
         if now.seconds < self.window_s:
-            return _Group(past, group.windows, now)
+            return _Group(past, lately, group.windows, now)
         num_kept = max(1, math.ceil(max(self.peak_s, self.attainment_s) / self.window_s))
-        return _Group(past, (*group.windows, now)[-num_kept:], _Counts())
+        return _Group(past, lately, (*group.windows, now)[-num_kept:], _Counts())
 
     def _demand(self, group: _Group) -> GroupDemand:
         last = group.now if not group.windows else group.windows[-1].plus(group.now)
         windows = (*group.windows[-math.ceil(self.peak_s / self.window_s) :], last)
         rates = [window.rates() for window in windows]
+        average, lately = group.past.rates(), group.lately.rates()
+        growth = _rates(
+            lambda name: max(0.0, getattr(lately, name) - getattr(average, name)) / (self.average_s - self.lately_s)
+        )
         ended = functools.reduce(_Counts.plus, group.windows[-math.ceil(self.attainment_s / self.window_s) :], group.now)
         return GroupDemand(
-            average=group.past.rates(),
+            average=average,
             recent=last.rates(),
-            peak=Rates(*(max(getattr(rate, name) for rate in rates) for name in Rates.__slots__)),
+            peak=_rates(lambda name: max(getattr(rate, name) for rate in rates)),
             peak_images_per_request=max(rate.images_per_request for rate in rates),
             attainment=ended.in_time / ended.ended if ended.ended else None,
             num_ended=round(ended.ended),
+            now=_rates(lambda name: getattr(lately, name) + self.lately_s * getattr(growth, name)),
+            growth=growth,
         )
+
+
+def _rates(of: Callable[[str], float]) -> Rates:
+    return Rates(*map(of, Rates.__slots__))

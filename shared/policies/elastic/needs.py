@@ -33,6 +33,15 @@ def average(demand: GroupDemand) -> Rates:
     return demand.average
 
 
+def ahead(seconds: float) -> Callable[[GroupDemand], Rates]:
+    """What it will be in so many seconds if it goes on growing as it does."""
+
+    def which(demand: GroupDemand) -> Rates:
+        return Rates(*(getattr(demand.now, name) + seconds * getattr(demand.growth, name) for name in Rates.__slots__))
+
+    return which
+
+
 def recent(demand: GroupDemand) -> Rates:
     """What it was in the last seconds."""
     return demand.recent

@@ -2,7 +2,7 @@
 
 Three kinds: instances that only encode, as many as encoding keeps busy on average; some that do everything, for what goes up
 and down; the others leave pictures alone. Between plans the gain-cost rule may give an instance roles in addition, inside a
-small budget. Where instances can be launched, their number is planned alike.
+small budget. Where instances can be launched, staffing.py decides instead.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from triptych.shared.policies.elastic.hysteresis import Hysteresis
 from triptych.shared.policies.elastic.needs import average, expected, needed, peak, rates_of
 from triptych.shared.policies.elastic.replicas import Target, scaled
 from triptych.shared.policies.elastic.rounds import Round
+from triptych.shared.policies.elastic.staffing import FEW_A_MINUTE, Staffing, staffed
 from triptych.shared.policies.elastic.strategy import Memory
 from triptych.shared.policies.elastic.views import ClusterView, ElasticInstance
 from triptych.shared.policies.groups import ANY
@@ -26,13 +27,9 @@ from triptych.shared.policies.placement import ROLES_OF, Kind
 
 KINDS: tuple[Kind, ...] = ("encoder", "instance", "text")
 OVERFLOWS: tuple[tuple[Role, Role], ...] = (("encoder", "decode"), ("prefill", "encoder"))  # what waits, and who may lose by it
-FEW_A_MINUTE = Hysteresis(dwell_s=20.0, max_switches=8, window_s=60.0)  # chosen
 
 
-def staffed(load: float, slack: float) -> int:
-    """Square-root staffing: load + slack * sqrt(load) instances keep the chance to wait the same at any load (Halfin and Whitt,
-    Operations Research 29, 1981)."""
-    return math.ceil(load + slack * math.sqrt(load) - 1e-9)
+PICTURES_APART = Staffing()
 
 
 def held(now: int, low: int, high: int) -> int:
@@ -43,17 +40,19 @@ def held(now: int, low: int, high: int) -> int:
 @dataclass(frozen=True, slots=True)
 class Planned:
     """slack: of square-root staffing. plan_s: how often roles are planned. overflow_s: what waits for longer is given instances
-    between plans. cooldown_s: after which the number of instances may shrink again."""
+    between plans. scaling: of a pool whose size may change."""
 
     slack: float = 1.0  # chosen: the chance to wait is about 0.2 then
     period_s: float = 2.0  # chosen: of looking for overflow
     plan_s: float = 20.0  # chosen: a few seconds of waiting are overflow's
     overflow_s: float = 3.0  # chosen: several isolated TTFTs; 1 and 2 moved more and served less when simulated
-    cooldown_s: float = 60.0  # chosen
+    scaling: Staffing = PICTURES_APART
     w: float = PUBLIC_W
     hysteresis: Hysteresis = FEW_A_MINUTE
 
     def decide(self, view: ClusterView, memory: Memory) -> tuple[list[Decision], Memory]:
+        if view.limits.min_instances < view.limits.max_instances:
+            return self.scaling.decide(view, memory)
         rates = rates_of(view, ANY)
         output_tokens = rates.output_tokens / rates.requests if rates.requests else 0.0
         work = GroupWork.of(ANY, [replace(one, group=ANY) for one in view.instances], view.costs, output_tokens, self.w)
@@ -65,7 +64,7 @@ class Planned:
             targets = self._plan(view, this)
             memory = replace(memory, planned_at_s=view.now_s)
             after = replace(view, instances=tuple(work.members))
-            decisions, memory = scaled(after, memory, targets, self.cooldown_s, "planned")
+            decisions, memory = scaled(after, memory, targets, 0.0, "planned")  # the pool is fixed: advice only
         else:
             self._overflow(this, work)
         spent = left - max(0, this.num_left)
@@ -74,9 +73,7 @@ class Planned:
     def _plan(self, view: ClusterView, this: Round) -> list[Target]:
         """Switches instances to the kinds that are wanted, and says how many of each there should be."""
         usual, soon, most = (needed(rates_of(view, ANY, which), view.costs) for which in (average, expected, peak))
-        count, limits = len(view.instances), view.limits
-        wanted = held(count, self._total(_higher(usual, soon)), self._total(most))
-        wanted = held(wanted, limits.min_instances, limits.max_instances)
+        count = len(view.instances)
         encoders = held(self._count(view, "encoder"), math.floor(usual["encoder"] - 0.5), math.floor(usual["encoder"] + 0.5))
         able = held(
             self._count(view, "encoder", "instance"),
@@ -84,24 +81,20 @@ class Planned:
             staffed(max(soon["encoder"], most["encoder"]), self.slack),
         )
         text = staffed(usual["prefill"] + usual["decode"], self.slack)
-        able = held(able, 1, max(1, wanted - self._calm(usual)))
-        encoders = held(encoders, 0, max(0, min(able, wanted - text, wanted - 1)))
+        able = held(able, 1, max(1, count - self._calm(usual)))
+        encoders = held(encoders, 0, max(0, min(able, count - text, count - 1)))
         terms = {
             **{f"{role}_load": load for role, load in usual.items()},
             "encoder_load_soon": soon["encoder"],
             "slack": self.slack,
         }
-        kinds = {"encoder": encoders, "instance": able - encoders, "text": wanted - able}
+        kinds = {"encoder": encoders, "instance": able - encoders, "text": count - able}
         self._assign(this, kinds, terms)
         return [Target(kind, kinds[kind], terms) for kind in KINDS]
 
     def _calm(self, usual: Mapping[Role, float]) -> int:
         """Instances that never encode, so that decoding is not held up everywhere."""
         return staffed(usual["decode"], self.slack)
-
-    def _total(self, loads: Mapping[Role, float]) -> int:
-        """Instances for all stages. What encodes and what handles text is staffed apart."""
-        return staffed(loads["encoder"], self.slack) + staffed(loads["prefill"] + loads["decode"], self.slack)
 
     def _count(self, view: ClusterView, *kinds: Kind) -> int:
         return sum(_kind_of(one) in kinds for one in view.instances)
@@ -132,10 +125,6 @@ class Planned:
                 terms = {"gain": gain.value, "cost": price.value, **price.terms, **gain.terms}
                 reason = f"{role} work waits: gains {gain.value:.2g} for {price.value:.2g} s a token"
                 this.switch(one, ANY, one.roles.union(ROLES_OF["instance"]), reason, terms)
-
-
-def _higher(one: Mapping[Role, float], other: Mapping[Role, float]) -> dict[Role, float]:
-    return {role: max(load, other[role]) for role, load in one.items()}
 
 
 def _kind_of(instance: ElasticInstance) -> Kind:

@@ -1,66 +1,103 @@
-"""From wanted to actual instances: what is launched and drained, within limits and cooldown. Used by strategies that scale."""
+"""From wanted to actual instances: what is launched and drained, within limits, and not to and fro. Used by strategies that
+scale.
+"""
 
 from __future__ import annotations
 
-import math
+import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from triptych.shared.policies.elastic.actions import Advise, Decision, Drain, Launch, Wanted
-from triptych.shared.policies.elastic.strategy import Memory
-from triptych.shared.policies.elastic.views import ClusterView, ElasticInstance
-from triptych.shared.policies.groups import ANY
+from triptych.shared.policies.elastic.strategy import History, Memory
+from triptych.shared.policies.elastic.views import ClusterView, ElasticInstance, Limits
+from triptych.shared.policies.groups import ANY, Group
 from triptych.shared.policies.placement import ROLES_OF, Kind
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """How many instances of a kind there should be, at least one. terms: why. may_drain: whether fewer are surely enough."""
+    """How many instances of a kind and group there should be, at least one. terms: why. may_drain: whether fewer are surely
+    enough."""
 
     kind: Kind
     wanted: int
     terms: Mapping[str, float]
     may_drain: bool = True
+    group: Group = ANY
+
+    @property
+    def pool(self) -> tuple[Kind, Group]:
+        return self.kind, self.group
 
 
-def of_kind(view: ClusterView, kind: Kind) -> list[ElasticInstance]:
-    """Those with exactly the roles of the kind, with those that start."""
-    return [one for one in view.instances if one.roles == set(ROLES_OF[kind])]
+def of_kind(view: ClusterView, kind: Kind, group: Group = ANY) -> list[ElasticInstance]:
+    """Those with exactly the roles of the kind, and of that group, with those that start."""
+    return [one for one in view.instances if one.roles == set(ROLES_OF[kind]) and one.group == group]
+
+
+def late(past: History, view: ClusterView, cooldown_s: float) -> History:
+    """What was wanted in the last cooldown_s and the time that a start takes."""
+    return tuple((at_s, wanted) for at_s, wanted in past if view.now_s - at_s < cooldown_s + view.costs.startup_s)
+
+
+def held(past: History, kind: Kind, group: Group) -> int:
+    """The most that was wanted of late: fewer may be missed. Before the first round nobody knows."""
+    counts = [one.count for _, wanted in past for one in wanted if (one.kind, one.group) == (kind, group)]
+    return max(counts, default=sys.maxsize)
 
 
 def scaled(
     view: ClusterView, memory: Memory, targets: Sequence[Target], cooldown_s: float, why: str
 ) -> tuple[list[Decision], Memory]:
-    """Launches come at once, kinds that lack most first: what is launched counts from then on. Drains wait for cooldown_s and
-    the time that a start takes since the kind was last scaled, since an instance that is missed takes as long to come back. All
+    """What is lacking is launched at once, and counts from then on. What is too much is drained, down to what was wanted at any
+    time in the last cooldown_s and the time that a start takes: an instance that is missed takes as long to come back. All
     within the view's limits, and told as advice where it is new."""
-    decisions: list[Decision] = []
-    wanted = tuple(Wanted(target.kind, ANY, target.wanted) for target in targets)
-    if wanted != memory.advised:
-        decisions.append(Decision(Advise(wanted), why, {f"wanted_{one.kind}": one.count for one in wanted}))
-    memory = replace(memory, advised=wanted)
-    if view.limits.min_instances == view.limits.max_instances:
-        return decisions, memory
-    total, scaled_at_s = len(view.instances), dict(memory.scaled_at_s)
-    lacking = {target.kind: target.wanted - len(of_kind(view, target.kind)) for target in targets}
-    first = max(lacking, key=lambda kind: lacking[kind])
-    lacking[first] = max(lacking[first], view.limits.min_instances - total)
-    for target in sorted(targets, key=lambda one: -lacking[one.kind]):
-        kind, reason = target.kind, f"{why}: {target.wanted} {target.kind} wanted"
-        more = max(0, min(lacking[kind], view.limits.max_instances - total))
-        if more:
-            decisions.append(Decision(Launch(kind, ANY, more), reason, target.terms))
-        has_rested = view.now_s - scaled_at_s.get(kind, -math.inf) >= cooldown_s + view.costs.startup_s
-        surplus = min(-lacking[kind], total - view.limits.min_instances) if target.may_drain and has_rested else 0
-        leaving = _least_busy(of_kind(view, kind))[: max(0, surplus)]
-        decisions += [Decision(Drain(one.instance_id), reason, target.terms) for one in leaving]
-        if more or leaving:
-            scaled_at_s[kind] = view.now_s
-            total += more - len(leaving)
-    return decisions, replace(memory, scaled_at_s=scaled_at_s)
+    wanted = tuple(Wanted(target.kind, target.group, target.wanted) for target in targets)
+    advice = [] if wanted == memory.advised else [Decision(Advise(wanted), why, {_name(one): one.count for one in wanted})]
+    there = {target.pool: of_kind(view, *target.pool) for target in targets}
+    past = memory.wanted or ((view.now_s, tuple(Wanted(*pool, len(members)) for pool, members in there.items())),)
+    past = late(past, view, cooldown_s)
+    if past and past[-1][1] == wanted:
+        past = past[:-1]  # still wanted
+    memory = replace(memory, advised=wanted, wanted=(*past, (view.now_s, wanted)))
+    least, most = view.limits.min_instances, view.limits.max_instances
+    if least == most:
+        return advice, memory
+    counts = {pool: len(members) for pool, members in there.items()}
+    launches, total = _launches(targets, counts, len(view.instances), view.limits)
+    reasons = {target.pool: f"{why}: {target.wanted} {' '.join(target.pool).strip()} wanted" for target in targets}
+    terms = {target.pool: target.terms for target in targets}
+    decisions = [Decision(Launch(*pool, num), reasons[pool], terms[pool]) for pool, num in launches.most_common()]
+    for pool in [target.pool for target in targets if target.may_drain and target.pool not in launches]:
+        surplus = counts[pool] - held(memory.wanted, *pool)
+        leaving = least_busy(there[pool])[: max(0, min(surplus, total - least))]
+        decisions += [Decision(Drain(one.instance_id), reasons[pool], terms[pool]) for one in leaving]
+        total -= len(leaving)
+    return [*advice, *decisions], memory
 
 
-def _least_busy(instances: Sequence[ElasticInstance]) -> list[ElasticInstance]:
+def _launches(
+    targets: Sequence[Target], counts: Mapping[tuple[Kind, Group], int], total: int, limits: Limits
+) -> tuple[Counter[tuple[Kind, Group]], int]:
+    """How many more of each, one by one to who lacks most, and how many instances there are then."""
+    launches: Counter[tuple[Kind, Group]] = Counter()
+    while total < limits.max_instances:
+        lacking = {one.pool: one.wanted - counts[one.pool] - launches[one.pool] for one in targets}
+        most = max(lacking, key=lambda pool: lacking[pool])
+        if lacking[most] <= 0 and total >= limits.min_instances:
+            break
+        launches[most] += 1
+        total += 1
+    return launches, total
+
+
+def _name(wanted: Wanted) -> str:
+    return "_".join(filter(None, ("wanted", wanted.kind, wanted.group)))
+
+
+def least_busy(instances: Sequence[ElasticInstance]) -> list[ElasticInstance]:
     """Ready ones; what decodes least has least to hand over."""
     ready = [one for one in instances if one.is_ready]
     return sorted(ready, key=lambda one: (sum(load.num_waiting + load.num_running for load in one.loads), one.instance_id))

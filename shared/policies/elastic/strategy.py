@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from triptych.shared.policies.elastic.actions import Decision, Wanted
 from triptych.shared.policies.elastic.views import ClusterView
+
+History = tuple[tuple[float, tuple[Wanted, ...]], ...]
+"""What was wanted, and when last."""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
     """What a strategy remembers from one decision to the next; callers only hand it on, and begin with NOTHING.
 
-    switched_at_s: recent switches. scaled_at_s: by kind, its last launch or drain. planned_at_s: when all was last planned.
-    advised: what was last told. surplus_since_s: by kind, since when there has been more of it than wanted.
+    switched_at_s: recent switches. planned_at_s: when all was last planned. advised: what was last told. wanted: of late.
     """
 
     switched_at_s: tuple[float, ...] = ()
-    scaled_at_s: Mapping[str, float] = field(default_factory=dict)
     planned_at_s: float | None = None
     advised: tuple[Wanted, ...] = ()
-    surplus_since_s: Mapping[str, float] = field(default_factory=dict)
+    wanted: History = ()
 
 
 NOTHING = Memory()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -16,19 +17,26 @@ from triptych.services.launcher.child import ChildSpec
 from triptych.services.launcher.child_log import ChildLog
 from triptych.services.launcher.local import LocalLauncher, Slot
 from triptych.shared.errors import BadRequest, Overloaded
-from triptych.shared.messages import Event, InstanceId, Launched, Lost, ScaleOutRequest
+from triptych.shared.messages import Event, InstanceId, Launched, LaunchRequest, Lost, Message, ScaleOutRequest
 
 
 class Bus:
-    """What the launcher uses of a bus."""
+    """What the launcher uses of a bus. asked: requests, and of whom; each is answered by one more name."""
 
     hear: Callable[[Event], None]
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[InstanceId, Message]] = []
+
+    async def request(self, instance_id: InstanceId, message: Message, timeout_s: float) -> Message:
+        self.asked.append((instance_id, message))
+        return Launched(f"text-{len(self.asked) + 1}")
 
     async def listen(self, subject: str, callback: Callable[[Event], None]) -> None:
         self.hear = callback
 
     async def publish_event(self, subject: str, event: Event) -> None:
-        """Losses: not looked at here."""
+        """Losses are looked at in the launcher's other tests."""
 
 
 class Run:
@@ -39,9 +47,13 @@ class Run:
         self._folder = folder
         self.launcher = LocalLauncher(lambda slot, status: None, make_slot=lambda name, _, group: self.slot(name, group))
 
-    def slot(self, name: str, group: str = "", instances: tuple[str, ...] = ()) -> Slot:
+    def slot(self, name: str, group: str = "", instances: tuple[str, ...] = (), takes_more: bool = False) -> Slot:
         log = ChildLog(name, self._folder / name, logging.WARNING, lambda line: None)
-        return Slot(name, lambda instance_id: ChildSpec(name, (instance_id, group), {}), log, instances=instances)
+        make_spec = functools.partial(self._spec, name, group)
+        return Slot(name, make_spec, log, instances=instances, takes_more=takes_more)
+
+    def _spec(self, name: str, group: str, instance_id: InstanceId) -> ChildSpec:
+        return ChildSpec(name, (instance_id, group), {})
 
     async def start_child(self, spec: ChildSpec, log: ChildLog) -> Any:
         self.children[spec.name] = Child(spec)
@@ -102,6 +114,25 @@ async def test_a_crashed_slot_is_its_own_and_waits_for_its_restart(run: Run) -> 
     run.children["text-2"].ended.set_result(-9)
     await until(lambda: "text-2" not in run.launcher.pids())
     assert await run.more("text") == "text-3"
+
+
+async def test_a_process_that_takes_more_is_asked(run: Run) -> None:
+    slot = run.slot("fleet-0", instances=("text-0", "text-1"), takes_more=True)
+    await run.launcher.start(slot)
+    before = set(run.launcher.pids())
+    assert await run.launcher.handle(ScaleOutRequest("text", "text")) == Launched("text-2")
+    assert await run.launcher.handle(ScaleOutRequest("text")) == Launched("text-3")
+    assert slot.instance_id is not None
+    assert run.bus.asked == [(slot.instance_id, ScaleOutRequest("text", "text")), (slot.instance_id, ScaleOutRequest("text"))]
+    assert set(run.launcher.pids()) == before, "no other process"
+    assert set(slot.ids()) == {"text-0", "text-1", "text-2", "text-3"}, "whom its end is told of"
+    run.bus.hear(Lost(slot.ids()["text-2"], "text-2", 0, expected=True))
+    assert set(slot.ids()) == {"text-0", "text-1", "text-3"}, "that one is gone"
+    run.children["fleet-0"].ended.set_result(-9)
+    await until(lambda: "fleet-0" not in run.launcher.pids())
+    await run.launcher.handle(LaunchRequest("text-3"))
+    await until(lambda: "fleet-0" in run.launcher.pids())
+    assert set(slot.ids()) == {"text-0", "text-1"}, "what was added does not come back"
 
 
 async def test_bounds(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

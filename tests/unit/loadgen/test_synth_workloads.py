@@ -25,6 +25,7 @@ FIXED = {
     "chat-reuse": (763, "a4f92dca2aba0bd5"),
     "day": (3363, "c22dc1e5027d67d5"),
     "image-light": (1221, "f15fb0e79c679c4f"),
+    "tides": (2158, "8f5c9add02a3e3f6"),
 }
 MINIMAL = 'about = "a"\nduration_s = 10\n[[client]]\nname = "c"\nrate_per_s = 5\noutput_tokens = { 50 = 3 }\n'
 
@@ -35,17 +36,17 @@ def rows_of(name: str) -> list[TraceRow]:
 
 def test_the_fixed_ones_are_there() -> None:
     assert all(f"{name}, " in WORKLOADS for name in workload_names())
-    assert workload_names() == ("azure-lmm", "bursts", "chat-reuse", "day", "image-light", "servegen")
+    assert workload_names() == ("azure-lmm", "bursts", "chat-reuse", "day", "image-light", "servegen", "tides")
 
 
-@pytest.mark.parametrize("name", ["bursts", "chat-reuse", "day", "image-light"])
+@pytest.mark.parametrize("name", ["bursts", "chat-reuse", "day", "image-light", "tides"])
 def test_the_fixed_ones_do_not_change(name: str) -> None:
     rows = rows_of(name)
     digest = blake3("\n".join(map(own_line, rows[:1000])).encode()).hexdigest()[:16]
     assert (len(rows), digest) == FIXED[name]
 
 
-@pytest.mark.parametrize("name", ["azure-lmm", "bursts", "chat-reuse", "day", "image-light", "servegen"])
+@pytest.mark.parametrize("name", ["azure-lmm", "bursts", "chat-reuse", "day", "image-light", "servegen", "tides"])
 def test_rows_make_sense(name: str) -> None:
     workload = load_workload(name)
     rows = list(open_trace(name, TraceOptions(limit=2000, max_images=None)))

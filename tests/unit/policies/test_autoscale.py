@@ -40,8 +40,9 @@ def test_as_many_as_the_tokens_need() -> None:
     advice = Advise((Wanted("encoder", ANY, 2), Wanted("text", ANY, 5)))  # ceil(1.8), ceil(1.5 + 0.9 + 2.0)
     assert actions(seen(1, 1)) == [advice, Launch("text", ANY, 4), Launch("encoder", ANY, 1)]
     assert actions(seen(2, 5)) == [advice]
-    kinds = [type(one) for one in actions(seen(3, 7))]
-    assert kinds == [Advise, Drain, Drain, Drain]
+    _, memory = ModServeScaling(safe_share=1.0).decide(seen(3, 7), NOTHING)
+    kinds = [type(one) for one in actions(seen(3, 7, now_s=300.0), memory)]
+    assert kinds == [Drain, Drain, Drain], "once all seven were too many for long enough"
     assert actions(seen(1, 1), safe_share=0.5)[0] == Advise((Wanted("encoder", ANY, 4), Wanted("text", ANY, 9)))
 
 
@@ -68,7 +69,9 @@ def test_late_requests_count_what_is_expected_and_take_nothing_away() -> None:
     late = ModServeScaling(safe_share=1.0).decide(cluster, NOTHING)[0]
     assert [one.action for one in late[1:]] == [Launch("encoder", ANY, 4)], "6 images a request; the many text instances stay"
     few = GroupDemand(IMAGE_RATES, IMAGE_RATES, IMAGE_RATES, attainment=0.5, num_ended=5)
-    due = ModServeScaling(safe_share=1.0).decide(view(members(2, 12), images=few, limits=Limits(2, 20)), NOTHING)[0]
+    _, memory = ModServeScaling(safe_share=1.0).decide(cluster, NOTHING)
+    later = view(members(2, 12), images=few, now_s=300.0, limits=Limits(2, 20))
+    due = ModServeScaling(safe_share=1.0).decide(later, memory)[0]
     assert any(isinstance(one.action, Drain) for one in due), "five requests say nothing"
 
 

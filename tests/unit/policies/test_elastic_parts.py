@@ -9,14 +9,15 @@ from hypothesis import strategies as st
 from support.elastic_views import COSTS, demand, instance, load, view
 from triptych.shared.cost_model.published import published_cost_model
 from triptych.shared.messages import InstanceId
-from triptych.shared.policies.elastic.actions import Advise, Drain, Launch
+from triptych.shared.policies.elastic.actions import Action, Advise, Drain, Launch
 from triptych.shared.policies.elastic.autoscale import replicas
 from triptych.shared.policies.elastic.costs import costs_of, measured_costs
 from triptych.shared.policies.elastic.hysteresis import Hysteresis
 from triptych.shared.policies.elastic.needs import expected, needed, rates_of
-from triptych.shared.policies.elastic.planned_roles import held, staffed
+from triptych.shared.policies.elastic.planned_roles import held
 from triptych.shared.policies.elastic.replicas import Target, scaled
-from triptych.shared.policies.elastic.strategy import NOTHING
+from triptych.shared.policies.elastic.staffing import staffed
+from triptych.shared.policies.elastic.strategy import NOTHING, Memory
 from triptych.shared.policies.elastic.views import ElasticInstance, GroupDemand, Limits, Rates
 from triptych.shared.policies.groups import ANY, MULTIMODAL, TEXT
 
@@ -109,24 +110,43 @@ def test_what_is_between_the_bounds_stays(now: int, low: int, high: int) -> None
         assert kept == now
 
 
-def test_launches_come_at_once_and_drains_wait_for_cooldown_and_start() -> None:
+def test_launches_come_at_once_and_to_who_lacks_most() -> None:
     seen = view([instance("e", "encoder"), instance("t", "text")], limits=Limits(1, 4))
-    targets = [Target("encoder", 2, {"M_L/M_C": 1.7}), Target("text", 3, {})]
+    targets = [Target("encoder", 2, {"M_L/M_C": 1.7}), Target("text", 3, {}, group="")]
     decisions, memory = scaled(seen, NOTHING, targets, 60.0, "why")
     assert isinstance(decisions[0].action, Advise)
-    assert [one.action for one in decisions[1:]] == [Launch("text", ANY, 2)], "the limit is 4: who lacks most"
+    launches = [one.action for one in decisions[1:]]
+    assert launches == [Launch("text", ANY, 1), Launch("encoder", ANY, 1)], "the limit is 4: in turn"
     again, memory = scaled(seen, memory, targets, 60.0, "why")
     assert not any(isinstance(one.action, Advise) for one in again), "it is no news"
 
+
+def test_launches_are_for_the_group_of_their_target() -> None:
+    mine, theirs = instance("t", "text", TEXT), instance("m", "text", MULTIMODAL)
+    targets = [Target("text", 1, {}, group=TEXT), Target("text", 3, {}, group=MULTIMODAL)]
+    decisions, _ = scaled(view([mine, theirs], limits=Limits(1, 9)), NOTHING, targets, 60.0, "why")
+    assert [one.action for one in decisions[1:]] == [Launch("text", MULTIMODAL, 2)]
+
+
+def test_drains_leave_what_was_wanted_of_late() -> None:
+    """In the cooldown and the time of a start, 90 s in all; at first what was there counts as wanted."""
     large = [instance(f"t{index}", "text", ANY, load("decode", 9 - index, 100)) for index in range(4)]
-    fewer = [Target("encoder", 1, {}), Target("text", 1, {})]
-    for now_s, leaving in ((89.0, []), (90.0, [Drain(InstanceId("t3")), Drain(InstanceId("t2")), Drain(InstanceId("t1"))])):
+
+    def leaving(now_s: float, wanted: int, memory: Memory, may_drain: bool = True) -> tuple[list[Action], Memory]:
         seen = view([*large, instance("e", "encoder")], now_s=now_s, limits=Limits(2, 5))
-        decisions, _ = scaled(seen, memory, fewer, 60.0, "why")
-        assert [one.action for one in decisions if isinstance(one.action, Drain)] == leaving
-    assert not any(
-        isinstance(one.action, Drain) for one in scaled(seen, memory, [Target("text", 1, {}, may_drain=False)], 60.0, "why")[0]
-    )
+        targets = [Target("encoder", 1, {}), Target("text", wanted, {}, may_drain)]
+        decisions, memory = scaled(seen, memory, targets, 60.0, "why")
+        return [one.action for one in decisions if isinstance(one.action, Drain)], memory
+
+    drained, memory = leaving(0.0, 1, NOTHING)
+    assert drained == []
+    drained, memory = leaving(40.0, 3, memory)
+    assert drained == []
+    assert leaving(89.0, 1, memory)[0] == []
+    assert leaving(90.0, 1, memory, may_drain=False)[0] == []
+    drained, memory = leaving(90.0, 1, memory)
+    assert drained == [Drain(InstanceId("t3"))], "three were wanted 50 s ago"
+    assert leaving(130.0, 1, memory)[0] == [Drain(InstanceId(name)) for name in ("t3", "t2", "t1")], "the least busy ones"
 
 
 counts = st.integers(1, 8)

@@ -97,6 +97,22 @@ def test_what_was_launched_counts_until_it_is_ready_or_too_late() -> None:
     assert made.counts()["text", "text"] == 0, "it did not come"
 
 
+def test_paid_are_those_that_start_and_those_that_leave_until_they_are_gone() -> None:
+    made = state()
+    made.observe(ALL, 1.0)
+    made.expect("text-0", "text", "text", 1.0, 100.0)
+    made.dismiss(made.instances[2], 1.0, 100.0)
+    made.observe(ALL, 2.0)
+    assert made.paid() == {"encoder": 1, "prefill": 1, "decode": 2, "text": 1}
+    assert made.counts()["decode", ""] == 1
+    made.observe([*ALL[:2], beat("decode-0", state="draining"), ALL[3], beat("text-0", state="starting")], 3.0)
+    assert made.paid() == {"encoder": 1, "prefill": 1, "decode": 2, "text": 1}, "it finishes what it has"
+    made.observe([*ALL[:2], ALL[3], beat("text-0", "prefill", "decode", group="text")], 4.0)
+    assert made.paid() == {"encoder": 1, "prefill": 1, "decode": 1, "text": 1}
+    made.observe([*ALL[:2], beat("decode-1", "decode", state="failing")], 5.0)
+    assert made.paid() == {"encoder": 1, "prefill": 1, "decode": 1}, "one is still there, the other one was lost"
+
+
 def test_an_orchestrator_chooses_names_and_victims() -> None:
     made = state()
     made.observe(ALL, 1.0)
