@@ -166,6 +166,8 @@ class InstanceService:
         if self._emulated is not None:
             check_switch(self._settings, self._initial_roles, request.roles)
         await self._have_roles(request.roles, request.timeout_s)
+        if self._frame.is_draining:  # since a moment ago
+            self._roles.close_intakes()
         self._group = request.group
         await self._frame.announce()
         seconds = time.monotonic() - began_s

@@ -59,15 +59,16 @@ class RoleSet:
             role.close_intake()
 
     async def stop(self) -> None:
-        """End all roles, whatever they are at."""
-        roles = self.all()
-        for name in self._leaving:
-            self._endings[name].cancel()  # it only waits
-        self._active, self._leaving = {}, {}
-        if self._endings:
-            await asyncio.wait(self._endings.values())
-        for role in roles:
-            await role.stop()
+        """End all roles, whatever they are at, those that are being begun, too."""
+        async with self._one_switch:
+            roles = self.all()
+            for name in self._leaving:
+                self._endings[name].cancel()  # it only waits
+            self._active, self._leaving = {}, {}
+            if self._endings:
+                await asyncio.wait(self._endings.values())
+            for role in roles:
+                await role.stop()
 
     async def _begin(self, name: Role) -> StageRole:
         role, ending = self._leaving.pop(name, None), self._endings.get(name)

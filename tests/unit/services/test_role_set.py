@@ -16,7 +16,8 @@ class FakeRole:
     def __init__(self, log: list[str], name: Role) -> None:
         self.log, self.name = log, name
         self.idle = True
-        self.may_stop = asyncio.Event()
+        self.may_start, self.may_stop = asyncio.Event(), asyncio.Event()
+        self.may_start.set()
         self.may_stop.set()
 
     def note(self, what: str) -> None:
@@ -24,6 +25,7 @@ class FakeRole:
 
     async def start(self) -> None:
         self.note("starts")
+        await self.may_start.wait()
 
     def open_intake(self) -> None:
         self.note("opens")
@@ -108,3 +110,17 @@ async def test_the_end_of_the_process_waits_for_nobody() -> None:
         await roles.stop()
     assert sorted(log[-2:]) == ["decode ends", "prefill ends"]
     assert roles.is_idle()
+
+
+async def test_a_role_that_begins_as_all_end_ends_with_them() -> None:
+    log: list[str] = []
+    begun = FakeRole(log, "prefill")
+    begun.may_start.clear()
+    roles = RoleSet(lambda name: cast(Any, begun))
+    switching = asyncio.create_task(roles.switch(("prefill",), 1.0))
+    await until(lambda: log == ["prefill starts"], "it begins")
+    stopping = asyncio.create_task(roles.stop())
+    await asyncio.sleep(0)
+    begun.may_start.set()
+    await asyncio.gather(switching, stopping)
+    assert (log, roles.all()) == (["prefill starts", "prefill ends"], [])
