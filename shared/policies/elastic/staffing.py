@@ -97,7 +97,8 @@ class Staffing:
         return any((instance.roles, instance.group) == (frozenset(ROLES_OF[pool.kind]), pool.group) for pool in self.pools)
 
     def _moved(self, view: ClusterView, memory: Memory, loads: Loads) -> tuple[list[Decision], ClusterView]:
-        """Instances of no pool join one; what one has too much of goes to one that lacks it, sooner than another one starts."""
+        """Instances of no pool join one; what one has too much of goes to one that lacks it, sooner than another one starts. A
+        pool that has nobody left gets one from any that has two."""
         members = {pool: of_kind(view, pool.kind, pool.group) for pool in self.pools}
         strays = [one for one in view.instances if not self._is_in_pool(one)]
         decisions: list[Decision] = []
@@ -107,7 +108,8 @@ class Staffing:
             headroom = {pool: pool.headroom(loads[pool], len(those)) for pool, those in members.items()}
             taker = min(self.pools, key=lambda pool: (bool(members[pool]), headroom[pool]))
             is_lacking = not members[taker] or headroom[taker] < 1
-            givers = [those for pool, those in members.items() if is_lacking and len(those) > held(past, pool.kind, pool.group)]
+            least = {pool: held(past, pool.kind, pool.group) if members[taker] else 1 for pool in self.pools}
+            givers = [those for pool, those in members.items() if is_lacking and len(those) > least[pool]]
             able = [one for those in (strays, *givers) for one in those if self.hysteresis.may_switch(one, view.now_s)]
             if not able:
                 break

@@ -51,6 +51,14 @@ def test_each_pool_has_head_room_by_the_square_root_of_its_load() -> None:
     assert actions(seen([*prompts(4), *texts(2)])) == []
 
 
+def test_a_pool_that_has_lost_all_gets_one_of_those_that_are_needed_elsewhere() -> None:
+    """Without it nobody would decode until another one has started."""
+    _, memory = STRATEGY.decide(seen([*prompts(4), *texts(2)]), NOTHING)
+    switches = [one for one in actions(seen(prompts(4), now_s=5.0), memory) if isinstance(one, Switch)]
+    assert switches == [Switch(InstanceId("p0"), frozenset(ROLES_OF["text"]), TEXT)]
+    assert not [one for one in actions(seen(prompts(1), now_s=5.0), memory) if isinstance(one, Switch)], "nor the last one"
+
+
 def test_instances_of_no_pool_join_one() -> None:
     cluster = seen([instance("i0", "instance"), instance("i1", "instance"), instance("t0", "text")])
     switches = [one for one in actions(cluster) if isinstance(one, Switch)]
