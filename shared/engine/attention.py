@@ -35,23 +35,26 @@ def attend(
         kv_T2KH: keys, then values.
     """
     plan.kv.write(layer, plan.places, kv_T2KH)
-    outputs = []
-    for part in parts:
-        query, kv = query_RNH[part.begin : part.end], kv_T2KH[part.begin : part.end]
-        if part.context is None:
-            keys, values = kv.transpose(0, 1).chunk(2)
-            outputs.append(_attend_chunk(query, keys, values, None, scale))
-            continue
-        if isinstance(part.context, PagedGroup):
-            outputs.append(part.context.attend(layer, query, scale))
-            continue
-        plan.kv.gather(layer, part.context)
-        keys, values = part.context.keys, part.context.values
-        if part.is_group:
-            outputs.append(_attend_group(query, keys, values, part.mask, scale))
-        else:
-            outputs.append(_attend_chunk(query, keys[0], values[0], part.mask, scale))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs or [query_RNH.flatten(1)])
+    if len(parts) == 1:
+        return _attend_part(plan, layer, parts[0], query_RNH, kv_T2KH, scale)
+    cut = [(part, slice(part.begin, part.end)) for part in parts]
+    outputs = [_attend_part(plan, layer, part, query_RNH[rows], kv_T2KH[rows], scale) for part, rows in cut]
+    return torch.cat(outputs or [query_RNH.flatten(1)])
+
+
+def _attend_part(
+    plan: BatchPlan, layer: int, part: AttentionPart, query_RNH: torch.Tensor, kv_R2KH: torch.Tensor, scale: float
+) -> torch.Tensor:
+    if part.context is None:
+        keys, values = kv_R2KH.transpose(0, 1).chunk(2)
+        return _attend_chunk(query_RNH, keys, values, None, scale)
+    if isinstance(part.context, PagedGroup):
+        return part.context.attend(layer, query_RNH, scale)
+    plan.kv.gather(layer, part.context)
+    keys, values = part.context.keys, part.context.values
+    if part.is_group:
+        return _attend_group(query_RNH, keys, values, part.mask, scale)
+    return _attend_chunk(query_RNH, keys[0], values[0], part.mask, scale)
 
 
 def _attend_group(

@@ -1,4 +1,5 @@
-"""Attention of single tokens straight from the KV blocks, on a CPU: nothing is gathered first, nothing is kept between steps.
+"""Attention of single tokens straight from the KV blocks, on a CPU: nothing is gathered first, and kept between steps is only
+where tokens stand.
 
 Which rows of a layer are a head's keys is a sparse pattern, the same in all layers. Scores are the product of queries and rows
 computed where the pattern says; the values stand a fixed number of rows behind their keys, so the same rows are then summed up
@@ -13,9 +14,10 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import embedding_bag
 
 from triptych.shared.engine.kv_cache import KvCache
+
+_SPARE_TOKENS = 64  # chosen: steps until the rows of a group are laid out anew
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class PagedGroup:
         if self.mask is not None:
             self.scores.add_(self.mask)
         torch.softmax(self.scores, -1, out=self.scores)
-        output = embedding_bag(self.rows, values_XH, self.begins, mode="sum", per_sample_weights=self.weights)
+        output = torch.embedding_bag(values_XH, self.rows, self.begins, per_sample_weights=self.weights)[0]  # their sums
         return output.view(len(query_BNH), -1)
 
 
@@ -51,6 +53,8 @@ class PagedGroups:
     def __init__(self, kv: KvCache, num_heads: int) -> None:
         self._kv = kv
         self._row_of_head_N1 = (torch.arange(num_heads) * kv.num_kv_heads // num_heads * kv.block_size)[:, None]
+        self._tables: list[list[int]] = []
+        self._rows_BC = torch.empty(0, 0, dtype=torch.int64)
         self.keys_HX = [rows.t() for rows in kv.rows]
         self.values_XH = [rows[kv.num_kv_heads * kv.block_size :] for rows in kv.rows]
         with warnings.catch_warnings():  # told once in a process: sparse CSR tensors are in beta
@@ -59,7 +63,7 @@ class PagedGroups:
 
     def group(self, tables: Seq[list[int]], num_ctx: list[int]) -> PagedGroup:
         """Longest context first."""
-        mask, rows_BS = None, self._kv.first_rows(tables, num_ctx[0])
+        mask, rows_BS = None, self._first_rows(tables, num_ctx[0])
         if num_ctx[-1] < num_ctx[0]:
             index_S, last_B1 = torch.arange(num_ctx[0]), torch.tensor(num_ctx)[:, None] - 1
             # padded with a sequence's own last token: a masked NaN still spreads, and must not come from another request
@@ -71,3 +75,15 @@ class PagedGroups:
         pattern = torch.sparse_csr_tensor(ends, rows, torch.zeros(len(rows)), (len(ends) - 1, len(self._kv.rows[0])))
         weights = pattern.values()
         return PagedGroup(self, pattern, rows, ends[:-1], weights.view(rows_BNS.shape), weights, mask)
+
+    def _first_rows(self, tables: Seq[list[int]], num_tokens: int) -> torch.Tensor:
+        """As KvCache.first_rows. Most are as they were a step ago, and kept: [B, C tokens of capacity]."""
+        if len(tables) != len(self._tables) or num_tokens > self._rows_BC.shape[1]:
+            self._tables = [[] for _ in tables]
+            self._rows_BC = torch.empty(len(tables), num_tokens + _SPARE_TOKENS, dtype=torch.int64)
+        changed = [i for i, table in enumerate(tables) if table != self._tables[i]]
+        if changed:
+            self._rows_BC[changed] = self._kv.first_rows([tables[i] for i in changed], self._rows_BC.shape[1])
+            for i in changed:
+                self._tables[i] = tables[i].copy()
+        return self._rows_BC[:, :num_tokens]

@@ -9,16 +9,26 @@ from __future__ import annotations
 
 import torch
 
+_SPARE_OUTPUTS = 16  # 64 bytes of float32, one line of a cache
+
+
+def laid_out(weight_OD: torch.Tensor) -> torch.Tensor:
+    """[D, O], as torch.mm takes it: of a transposed weight, a product with few rows took up to a third longer (measured, MKL).
+    On a CPU its rows are further apart than they are long: what lies a power of two apart shares few places in a core's
+    caches (measured for 1, 8 and 32 rows: products took 0.95, 0.91 and 0.91 of the time)."""
+    num_outputs, num_inputs = weight_OD.shape
+    num_spare = _SPARE_OUTPUTS if weight_OD.device.type == "cpu" else 0
+    return weight_OD.new_empty(num_inputs, num_outputs + num_spare)[:, :num_outputs].copy_(weight_OD.t())
+
 
 class WideWeight:
-    """With a bias, or none. It lies in memory as torch.mm takes it: of a transposed weight, a product with few rows took up to
-    a third longer (measured, MKL)."""
+    """With a bias, or none. weight_DO: as `laid_out` gives it."""
 
     def __init__(self, weight_DO: torch.Tensor, num_part_outputs: int, bias_O: torch.Tensor | None = None) -> None:
         self._weight_DO = weight_DO
         self._bias_O = bias_O
         self._num_part_outputs = num_part_outputs
-        self._parts_PDW = weight_DO.view(len(weight_DO), -1, num_part_outputs).transpose(0, 1)
+        self._parts_PDW = torch.unflatten(weight_DO, 1, (-1, num_part_outputs)).transpose(0, 1)
         self._bias_P1W = None if bias_O is None else bias_O.view(-1, 1, num_part_outputs)
 
     def split(self, num_outputs: int) -> tuple[WideWeight, WideWeight]:
