@@ -147,6 +147,18 @@ def test_what_an_earlier_request_left_behind_is_not_read() -> None:
     assert bool(attend_once(kv, [decoding([0, 1], 8), decoding([4], 1)], is_paged=True).isfinite().all())
 
 
+def test_blocks_that_were_exchanged_between_two_steps_are_seen() -> None:
+    """A sequence goes on with another's blocks, grows, or is one of other sequences: its table is changed in place."""
+    kv = KvCache((1, 8, 2, NUM_KV_HEADS, 4, HEAD_SIZE), torch.float32, torch.device("cpu"))
+    groups, tables = PagedGroups(kv, NUM_HEADS), [[0, 1], [2, 3]]
+    groups.group(tables, [8, 7])
+    tables[0][1] = 5
+    tables[1].append(6)
+    for some, num_ctx in ((tables, [8, 8]), (tables[1:], [9]), (tables, [8, 7])):
+        expected = PagedGroups(kv, NUM_HEADS).group(some, num_ctx).rows
+        assert torch.equal(groups.group(some, num_ctx).rows, expected)
+
+
 def test_the_cache_takes_memory_only_where_it_is_written() -> None:
     process = psutil.Process()
     before = process.memory_info().rss
