@@ -138,7 +138,9 @@ class EncoderRole:
             async with self._in_hand.hold(job.image.num_tokens, job):
                 async with self._pulls:
                     pull_began_s = time.monotonic()
-                    job.pixels = await self._context.pull(pixels, release=is_whole)
+                    pulled = await self._context.pull(pixels, release=is_whole)
+                    # Our own end with the request that brought them, and others may wait for what is made of them.
+                    job.pixels = pulled.clone() if pixels.owner == self._context.instance_id else pulled
                     job.transfer_s = time.monotonic() - pull_began_s
                 self._context.metrics.pixel_transfers.inc()
                 self._batch.add(job)

@@ -10,14 +10,15 @@ import random
 
 import pytest
 
-from support.cache_clients import PLACEMENTS, Client, Prompt, Told, random_prompt
+from support.cache_clients import PLACEMENTS, Client, Prompt, Told, info, random_prompt
 from support.fake_cluster import FakeCluster
 from support.fake_engine import BLOCK_SIZE, FakeEngine
 from triptych.services.prefix_cache import PrefixCache
 from triptych.shared.errors import CACHE_MISS, TriptychError
-from triptych.shared.messages import InstanceId, PrefixSource
+from triptych.shared.messages import InstanceId, PrefixSource, TensorRef
 
 NUM_REQUESTS, NUM_ATTEMPTS = 30, 4
+PREPROCESS = "pixels"
 MISLED = {CACHE_MISS, "tensor_gone"}  # what may come of a wrong index
 SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 40))]
 
@@ -55,6 +56,11 @@ class WildClient(Client):
             assert output == prompt.expected()
             self.answered.append((prompt, output))
             return
+
+    async def encode(self, request_id: str, picture: int) -> TensorRef:
+        """Of pixels that another process has, as preprocess does."""
+        pixels = await self.cluster.put_pixels(PREPROCESS, picture, request_id)
+        return (await self.cluster.encode_image(self.choose("encoder"), request_id, info(picture), pixels)).embeddings
 
     async def leave(self, request_id: str, answering: asyncio.Task[list[int]]) -> None:
         """As a router does whose client left, at any moment."""
@@ -119,6 +125,7 @@ async def test_any_mixture_ends_clean(kind: str, seed: int) -> None:
         engine = FakeEngine(num_blocks)
         engine.step_time_s = rng.choice((0.0, 0.001, 0.003))
         await cluster.start(name, roles, engine)
+    await cluster.start(PREPROCESS, [])
     client = WildClient(cluster, kind, rng)
     async with asyncio.TaskGroup() as group:
         for i in range(NUM_REQUESTS):

@@ -87,6 +87,28 @@ async def test_requests_for_one_picture_share_its_encoding() -> None:
     await cluster.stop()
 
 
+async def test_pixels_of_our_own_end_with_their_request_and_the_encoding_goes_on() -> None:
+    """Others' pixels are copied when they are pulled; these lie where another picture may be a moment later."""
+    cluster, host = await start()
+    host.engine.gate.clear()
+    first = asyncio.create_task(error_of(encoded(cluster, "first", 7)))
+    await until(host.engine.is_inside.is_set, "it is in a step")
+    image = image_info(NUM_TOKENS, picture="7")
+    elsewhere = await cluster.start("preprocess", [])
+    second = asyncio.create_task(
+        cluster.encode_image("e", "second", image, await cluster.put_pixels("preprocess", 7, "second"))
+    )
+    await until(lambda: host.role._num_requests == 2, "another one waits for it")
+    await cluster.release("first")
+    await cluster.put_pixels("e", 8, "third")
+    host.engine.gate.set()
+    assert (await first).code == "request_released"
+    assert (await elsewhere._context.pull((await second).embeddings)).tolist() == expected(7)
+    for request_id in ("second", "third"):
+        await cluster.release(request_id)
+    await cluster.stop()
+
+
 async def test_whose_pixels_are_lost_does_not_matter_to_others() -> None:
     cluster, host = await start(max_encode_tokens=2)
     host.engine.gate.clear()
