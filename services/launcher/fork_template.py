@@ -55,7 +55,11 @@ def serve_forks(control: socket.socket, launcher_pid: int) -> ForkRequest | None
             _become(request, output, launcher_pid)
             return request
         os.close(output)
-        control.send(str(pid).encode())
+        try:
+            control.send(str(pid).encode())
+        except BrokenPipeError:  # the launcher had no more patience, and starts it otherwise: there may not be two
+            os.kill(pid, signal.SIGKILL)
+            return None
 
 
 def _fork_to_launcher() -> int:

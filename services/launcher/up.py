@@ -44,7 +44,7 @@ from triptych.shared.settings import Settings
 
 READY_POLL_S = 0.1  # chosen: adds half of it to ready_s on average
 PROBE_TIMEOUT_S = 2.0  # chosen: one look at /ready
-NUM_PORT_TRIES = 3  # chosen: its port may have been taken between choosing and binding; not three times in a row
+NUM_TRIES = 3  # chosen: a port may have been taken between choosing and binding, a template too slow; not three times in a row
 KILL_AFTER_S = 5.0  # chosen: on top of a drain's own bound
 COULD_NOT_START = "error: could not start: "  # how run_service logs it
 RUN_PREFIX = "triptych-up-"
@@ -259,7 +259,7 @@ class Up:
     def _on_exit(self, slot: Slot, status: int) -> None:
         """A process ended by itself: fatal before everything was ready, a loss to repair after."""
         how = f"signal {-status}" if status < 0 else f"status {status}"
-        is_tried_again = slot.name == EmbeddedValkey.name and len(slot.crashes_s) + 1 < NUM_PORT_TRIES
+        is_tried_again = slot.name in (EmbeddedValkey.name, Template.name) and len(slot.crashes_s) + 1 < NUM_TRIES
         if not self._is_ready and not is_tried_again and not self._failed.done():
             self._failed.set_result(_why(slot, how))
         elif status != 0:
