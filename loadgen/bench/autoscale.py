@@ -53,7 +53,7 @@ SIDES = {
 }
 ALONE = Side("monolith", 2, 2, 3)  # who what requests take alone is measured on
 ALONE_S = 120.0  # chosen, modelled: requests of all sizes
-FULL = Scale({TIDES: Part(1.0, 1200.0)}, 5.0, (1,), tuple(SIDES))
+FULL = Scale({TIDES: Part(1.0, 1500.0)}, 6.0, (1,), tuple(SIDES))
 QUICK = Scale({TIDES: Part(1.0, 60.0)}, 20.0, (1,), ("triptych", "monolith"))
 
 

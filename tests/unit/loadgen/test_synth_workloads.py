@@ -25,7 +25,7 @@ FIXED = {
     "chat-reuse": (763, "a4f92dca2aba0bd5"),
     "day": (3363, "c22dc1e5027d67d5"),
     "image-light": (1221, "f15fb0e79c679c4f"),
-    "tides": (2158, "8f5c9add02a3e3f6"),
+    "tides": (2334, "8f5c9add02a3e3f6"),
 }
 MINIMAL = 'about = "a"\nduration_s = 10\n[[client]]\nname = "c"\nrate_per_s = 5\noutput_tokens = { 50 = 3 }\n'
 
