@@ -73,7 +73,7 @@ class Staffing:
 
     pools: tuple[Pool, ...] = APART
     period_s: float = 5.0  # chosen
-    cooldown_s: float = 30.0  # chosen
+    cooldown_s: float = 10.0  # chosen: 30 in a simulation kept 4 % more instances and no more requests in time
     hysteresis: Hysteresis = FEW_A_MINUTE
 
     def decide(self, view: ClusterView, memory: Memory) -> tuple[list[Decision], Memory]:
