@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,7 +25,7 @@ class InstanceView:
     num_free_blocks: int
     tokens_per_s: float
     other_s: float
-    encoded_ago_s: float
+    has_images: bool
     group: str = ""
 
 
@@ -72,7 +70,6 @@ class LoadBook:
         self._block_size = block_size
         self._outstanding: dict[tuple[InstanceId, Stage], _Outstanding] = {}
         self._suspects: dict[InstanceId, Heartbeat | None] = {}
-        self._encoded_at_s: dict[InstanceId, float] = {}
         self._told = _Told(-1, {}, 0, False)
 
     def __len__(self) -> int:
@@ -119,10 +116,10 @@ class LoadBook:
         ]
 
     def hosts(self, instance_ids: Iterable[InstanceId]) -> list[InstanceView]:
-        """Those of these instances that take only follow-ups, as candidates to compute the end of a prompt. Their own pace is
-        that of short prompts, which take everybody longer by the token: it tells nothing."""
-        beats = filter(None, map(self._registry.get, instance_ids))
-        able = [beat for beat in beats if beat.takes_follow_ups and beat.state == "ready"]
+        """Those of these instances that take follow-ups, or all prompts, as candidates to compute the end of one. Their own
+        pace is that of short prompts, which take everybody longer by the token: it tells nothing."""
+        beats = [beat for beat in map(self._registry.get, instance_ids) if beat is not None and beat.state == "ready"]
+        able = [beat for beat in beats if beat.takes_follow_ups or "prefill" in beat.roles]
         return [replace(self._view(beat, "prefill"), tokens_per_s=0.0) for beat in able if not self._is_suspect(beat)]
 
     @contextmanager
@@ -134,8 +131,6 @@ class LoadBook:
         try:
             yield
         finally:
-            if stage == "encoder":
-                self._encoded_at_s[instance_id] = time.monotonic()
             entry.add(-1, -num_tokens)
             if entry.num_requests == 0:
                 del self._outstanding[key]
@@ -146,7 +141,6 @@ class LoadBook:
 
     def on_lost(self, instance_id: InstanceId) -> None:
         self._suspects.pop(instance_id, None)
-        self._encoded_at_s.pop(instance_id, None)
 
     def _is_suspect(self, beat: Heartbeat) -> bool:
         if beat.instance_id not in self._suspects:
@@ -167,7 +161,7 @@ class LoadBook:
             free_blocks - max(0, tokens_since) // self._block_size,
             load.tokens_per_s,
             sum(self._pending_s(beat, other) for other in beat.loads if other.stage != stage),
-            self._encoded_ago_s(beat),
+            self._work(beat, "encoder", _load_of(beat, "encoder"))[1] > 0,
             beat.group,
         )
 
@@ -186,13 +180,6 @@ class LoadBook:
         if load.stage == "decode" or not load.tokens_per_s:
             return 0.0
         return self._work(beat, cast(Stage, load.stage), load)[1] / load.tokens_per_s
-
-    def _encoded_ago_s(self, beat: Heartbeat) -> float:
-        if self._work(beat, "encoder", _load_of(beat, "encoder"))[1] > 0:
-            self._encoded_at_s[beat.instance_id] = time.monotonic()
-            return 0.0
-        encoded_at_s = self._encoded_at_s.get(beat.instance_id)
-        return math.inf if encoded_at_s is None else time.monotonic() - encoded_at_s
 
 
 def _load_of(beat: Heartbeat, stage: Stage) -> StageLoad:

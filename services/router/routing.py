@@ -83,9 +83,13 @@ class Routes:
         return stage not in self._rules.coupled or self._home_for(stage, self.views(stage)) == instance_id
 
     def hosts(self, prompt: PromptWork, leave_out: Collection[InstanceId] = ()) -> Hosts:
-        """Who may go on with it as a follow-up."""
+        """Who may go on with it as a follow-up: decode instances, and those that prefill for the other group."""
         holders = [holder for holder in self._rules.follow_ups.holders(prompt) if holder not in leave_out]
-        if not (hosts := self._routing.book.hosts(holders)):
+        if not holders:
+            return NO_HOSTS
+        usual = _ids(self.views("prefill"))
+        hosts = [view for view in self._routing.book.hosts(holders) if view.instance_id not in usual]
+        if not hosts:
             return NO_HOSTS
         return Hosts(self._rules.candidates(hosts, self._group), self._routing.book.views("decode"))
 

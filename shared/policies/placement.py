@@ -26,10 +26,12 @@ ROLES_OF: Mapping[Kind, tuple[Role, ...]] = {
 class Placement:
     """shares: of each kind, in parts of all instances; more than 0, in the order in which instances are given out. The shares
     of the presets are chosen for a mix of text and pictures; step by step elasticity takes over. text_share: of the instances
-    of each kind that text can use, for text requests only; None: all instances are for all requests."""
+    of each kind that text can use, for text requests only; None: all instances are for all requests. for_text: of one kind all
+    are, and the others for everybody."""
 
     shares: Mapping[Kind, float]
     text_share: float | None = None
+    for_text: Kind | None = None
 
     @property
     def min_instances(self) -> int:
@@ -52,8 +54,10 @@ class Placement:
         return counts
 
     def groups(self, counts: Mapping[Kind, int]) -> dict[Kind, tuple[Group, ...]]:
-        """Whose requests each instance of each kind is for. Both groups have every stage, or there are none: where a kind has
-        one instance only, everybody needs it."""
+        """Whose requests each instance of each kind is for. With a text_share both groups have every stage, or there are none:
+        where a kind has one instance only, everybody needs it."""
+        if self.for_text is not None:
+            return {kind: (TEXT if kind == self.for_text else ANY,) * count for kind, count in counts.items()}
         can_part = all(count > 1 for kind, count in counts.items() if kind != "encoder")
         if self.text_share is None or not can_part:
             return {kind: (ANY,) * count for kind, count in counts.items()}

@@ -11,7 +11,6 @@ from triptych.shared.errors import BadRequest
 from triptych.shared.messages import Role
 from triptych.shared.policies.elastic.autoscale import ModServeScaling
 from triptych.shared.policies.elastic.emp import ElasticMMScaling
-from triptych.shared.policies.elastic.planned_roles import Planned
 from triptych.shared.policies.elastic.staffing import WHOLE, Staffing
 from triptych.shared.policies.elastic.strategy import Elasticity, Fixed
 from triptych.shared.policies.follow_ups import FollowUps
@@ -62,7 +61,9 @@ COLOCATED = Placement({"instance": 1})
 PROMPT_DECODE = Placement({"prompt": 0.5, "decode": 0.5})  # encoding is a part of prefill, as in DistServe's split
 STAGES = Placement({"encoder": 0.25, "prefill": 0.25, "decode": 0.5})
 IMAGE_TEXT = Placement({"text": 0.5, "encoder": 0.5})  # ModServe: image instances, and text instances that also decode
-SHARED_TEXT = Placement({"instance": 0.5, "text": 0.5})  # half encode only when there is something to encode
+# Long steps, of pictures, are kept from where text is decoded and mostly prefilled: a first token of text is due before such a
+# step is over. Simulated under `bursts`: with a quarter for text nearly all of it is in time, with more pictures are late
+PICTURES_APART = Placement({"prompt": 0.75, "text": 0.25}, for_text="text")
 # Groups of instances for text and for pictures (ElasticMM); of eight instances five, four and two are for text.
 TEXT_FIRST = Placement({"encoder": 0.125, "prefill": 0.375, "decode": 0.5}, text_share=0.7)
 EQUAL = Placement({"encoder": 0.25, "prefill": 0.375, "decode": 0.375}, text_share=0.6)
@@ -70,18 +71,18 @@ MULTIMODAL_FIRST = Placement({"encoder": 0.5, "prefill": 0.25, "decode": 0.25}, 
 COUPLED_EQUAL = Placement(PROMPT_DECODE.shares, text_share=0.5)
 
 TRIPTYCH = PolicySet(
-    SHARED_TEXT,
-    RoutingRules(has_groups=True, follow_ups=FOLLOW_UPS),  # only where the number of instances may change are there any
+    PICTURES_APART,
+    RoutingRules(has_groups=True, follow_ups=FOLLOW_UPS),
     queue_order=by_slack,
     overlap=by_gain,
     sharding=by_finish,
     cache=UNIFIED,
-    elasticity=Planned(),
+    elasticity=Staffing(),
 )
 POLICY_SETS = {
     # coupled servers as they are today: caches of their own, first come first served, one of them for a whole request
     "monolith_rr": PolicySet(COLOCATED, RoutingRules(coupled=ALL_STAGES, is_in_turn=True), cache=UNIFIED),
-    "monolith": PolicySet(COLOCATED, RoutingRules(coupled=ALL_STAGES), cache=UNIFIED, elasticity=Staffing(pools=WHOLE)),
+    "monolith": PolicySet(COLOCATED, RoutingRules(coupled=ALL_STAGES), cache=UNIFIED, elasticity=Staffing(WHOLE, fixed=WHOLE)),
     "pd_static": PolicySet(PROMPT_DECODE, ENCODES_WHERE_IT_PREFILLS),
     "static": PolicySet(STAGES),
     # ModServe's ablations: stages apart; then scheduled by their SLOs; then routed by their load

@@ -33,8 +33,7 @@ class TransferCosts:
 KV_COSTS = TransferCosts(0.002, 60e-6)
 EMBEDDING_COSTS = TransferCosts(0.001, 7e-6)
 
-CALM_S = 2.0  # chosen, of 0 to 5 simulated: an instance without an image for so long will probably have none now
-MIN_DISTURBED_S = 0.1  # chosen: what a short prompt costs an encoder, its decoding included
+MIN_DISTURBED_S = 0.1  # chosen: what a short prompt costs images, decoding included where that happens
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +130,7 @@ def choose_decode(candidates: Sequence[StageView], num_blocks: int, prefill_id: 
     """
     if not candidates:
         return None
-    calm = [view for view in candidates if view.encoded_ago_s > 0] or candidates
+    calm = [view for view in candidates if not view.has_images] or candidates
     if any(view.instance_id == prefill_id and view.num_free_blocks > 0 for view in calm):
         return Choice(prefill_id, "holds the KV already")
     best = min(_with_room(calm, num_blocks), key=lambda view: (view.num_pending_tokens, *_tie(view)))
@@ -180,7 +179,7 @@ def _plan(view: StageView, prompt: PromptWork, pace: Pace) -> _Plan:
             num_cached, pull_from, pull_s = num_cached + num_more, peer, peer_s
     own_s = (prompt.num_tokens - num_cached) / tokens_per_s
     first_token_s = pace.wait_s(view) + own_s + pull_s - prompt.saved_s.get(view.instance_id, 0.0)
-    disturbs_s = max(own_s, MIN_DISTURBED_S) if view.encoded_ago_s < CALM_S else 0.0
+    disturbs_s = max(own_s, MIN_DISTURBED_S) if view.has_images else 0.0
     return _Plan(view, first_token_s, disturbs_s, num_cached, pull_from)
 
 

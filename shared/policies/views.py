@@ -14,7 +14,7 @@ class StageView(Protocol):
     encoder, prompt tokens that are not cached for prefill), or tokens in context for decode. num_free_blocks: KV blocks that
     new work may take. tokens_per_s: what this stage computed there lately, while it was busy; 0 before anything was. other_s:
     seconds of computing that the instance's other stages have waiting for the same engine; 0 where they are not known.
-    encoded_ago_s: seconds since it had images to encode; 0 while it has, infinity where it encodes none.
+    has_images: whether it has images to encode.
     All but tokens_per_s include work that was dispatched but that the instance has not reported yet.
     """
 
@@ -37,4 +37,4 @@ class StageView(Protocol):
     def other_s(self) -> float: ...
 
     @property
-    def encoded_ago_s(self) -> float: ...
+    def has_images(self) -> bool: ...

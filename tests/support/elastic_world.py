@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -116,7 +115,6 @@ class Instance:
     num_steps: int = 0
     num_context_tokens: int = 0
     tokens_per_s: dict[Role, float] = field(default_factory=dict)
-    encoded_at_s: float = -math.inf
     last_stage: int = 0
     is_busy: bool = False
     is_leaving: bool = False
@@ -154,7 +152,7 @@ class View:
     num_free_blocks: int
     tokens_per_s: float
     other_s: float
-    encoded_ago_s: float
+    has_images: bool
     group: Group
 
 
@@ -318,7 +316,6 @@ class World:
             for other in STAGES[:2]
             if other != role and one.tokens_per_s.get(other)
         )
-        ago_s = 0.0 if one.parts else self.now_s - one.encoded_at_s
         return View(
             one.instance_id,
             one.num_requests(role),
@@ -326,7 +323,7 @@ class World:
             one.num_free_slots // BLOCK_SIZE,
             one.tokens_per_s.get(role, 0.0),
             other_s,
-            ago_s,
+            bool(one.parts),
             one.group,
         )
 
@@ -407,7 +404,6 @@ class World:
         batch = one.parts[: num_to_batch([part.shape.num_tokens for part in one.parts], MAX_ENCODE_TOKENS)]
 
         def finish() -> None:
-            one.encoded_at_s = self.now_s
             for part in batch:
                 one.parts.remove(part)
                 part.running.parts_left -= 1

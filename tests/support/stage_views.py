@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from hypothesis import strategies as st
@@ -20,7 +19,7 @@ class View:
     num_free_blocks: int = 100
     tokens_per_s: float = 0.0
     other_s: float = 0.0
-    encoded_ago_s: float = math.inf
+    has_images: bool = False
 
 
 def view(name: str, requests: int = 0, tokens: int = 0, blocks: int = 100, pace: float = 0.0, other_s: float = 0.0) -> View:

@@ -1,7 +1,6 @@
 """What it gains and costs when an instance changes its stage (ElasticMM, arXiv 2507.10069, stage partition scheduling).
 
-Lengths are tokens, times seconds. Gain and cost are seconds per token, summed over the requests that feel them. Used by emp.py
-and planned_roles.py.
+Lengths are tokens, times seconds. Gain and cost are seconds per token, summed over the requests that feel them. Used by emp.py.
 """
 
 from __future__ import annotations

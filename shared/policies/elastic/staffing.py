@@ -1,12 +1,12 @@
 """Pools of instances, each for some stages of some requests, with as many instances as their work of the last seconds keeps
 busy, and head-room by its square root. What there are moves between the pools; where more can be started, they are. Ours; used
-by `triptych`, and by the monolith that is scaled alike.
+by `triptych`, whose pools are others where no more can be, and by the monolith that is scaled alike.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from triptych.shared.messages import Role
@@ -56,6 +56,10 @@ class Pool:
         """In units of slack: 1 where it is staffed."""
         return (num_instances - load) / (self.slack * math.sqrt(load)) if load > 0 else math.inf
 
+    def fewest(self, load: float, headroom: float) -> int:
+        """Instances with more head-room than that, at least one."""
+        return max(1, math.floor(load + headroom * self.slack * math.sqrt(load)) + 1)
+
 
 # Steps of pictures are long, and those of text, whose first token is due soon, wait for none of them. Decoding is where no
 # long step is. Slacks: the least that kept 99 % in time on four seeds of `tides` in the tests' simulation
@@ -63,24 +67,31 @@ APART = (
     Pool("prompt", MULTIMODAL, {"encoder": MULTIMODAL, "prefill": MULTIMODAL}, slack=1.3),
     Pool("text", TEXT, {"prefill": TEXT, "decode": ANY}, slack=2.0),
 )
+# Where no instance is saved by leaving it idle, those for pictures also prefill text that would wait longer elsewhere: so text
+# needs less of its own. Slacks: of 1 to 2 and 0.5 to 2 the best under `bursts`, `image-light` and a drifting mix, simulated
+SHARED = (replace(APART[0], group=ANY, slack=2.0), replace(APART[1], slack=1.0))
 WHOLE = (Pool("instance", ANY, {"encoder": ANY, "prefill": ANY, "decode": ANY}, slack=3.8),)
 Loads = Mapping[Pool, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Staffing:
-    """cooldown_s: for so long, and as a start takes, fewer instances must have been enough before some are drained."""
+    """fixed: the pools where the number of instances may not change. cooldown_s: for so long, and as a start takes, fewer
+    instances must have been enough before some are drained."""
 
     pools: tuple[Pool, ...] = APART
+    fixed: tuple[Pool, ...] = SHARED
     period_s: float = 5.0  # chosen
     cooldown_s: float = 10.0  # chosen: 30 in a simulation kept 4 % more instances and no more requests in time
     hysteresis: Hysteresis = FEW_A_MINUTE
 
     def decide(self, view: ClusterView, memory: Memory) -> tuple[list[Decision], Memory]:
-        loads = {pool: pool.load(view) for pool in self.pools}
+        if is_fixed(view):  # who moves is there as soon as roles are switched
+            view = replace(view, costs=replace(view.costs, startup_s=view.costs.role_switch_s))
+        loads = {pool: pool.load(view) for pool in (self.fixed if is_fixed(view) else self.pools)}
         switches, view = self._moved(view, memory, loads)
         memory = self.hysteresis.spend(memory, view.now_s, len(switches))
-        can_join = len(view.instances) >= len(self.pools) and not all(self._is_in_pool(one) for one in view.instances)
+        can_join = len(view.instances) >= len(loads) and not all(_is_in_pool(one, loads) for one in view.instances)
         if can_join and not memory.wanted and not switches:
             return [], memory  # at first all join, once they may: then it is seen how many there are
         targets = [self._target(view, pool, load) for pool, load in loads.items()]
@@ -93,22 +104,24 @@ class Staffing:
         wanted = max(1, staffed(load, pool.slack)) + is_late
         return Target(pool.kind, wanted, {"M_L/M_C": load, "slack": pool.slack, "is_late": float(is_late)}, group=pool.group)
 
-    def _is_in_pool(self, instance: ElasticInstance) -> bool:
-        return any((instance.roles, instance.group) == (frozenset(ROLES_OF[pool.kind]), pool.group) for pool in self.pools)
-
     def _moved(self, view: ClusterView, memory: Memory, loads: Loads) -> tuple[list[Decision], ClusterView]:
         """Instances of no pool join one; what one has too much of goes to one that lacks it, sooner than another one starts. A
         pool that has nobody left gets one from any that has two."""
-        members = {pool: of_kind(view, pool.kind, pool.group) for pool in self.pools}
-        strays = [one for one in view.instances if not self._is_in_pool(one)]
+        members = {pool: of_kind(view, pool.kind, pool.group) for pool in loads}
+        strays = [one for one in view.instances if not _is_in_pool(one, loads)]
         decisions: list[Decision] = []
         past = late(memory.wanted, view, self.cooldown_s)
-        is_enough = len(view.instances) >= len(self.pools)  # for all stages
+        is_enough = len(view.instances) >= len(loads)  # for all stages
         for _ in range(self.hysteresis.num_left(memory, view.now_s) if is_enough else 0):
             headroom = {pool: pool.headroom(loads[pool], len(those)) for pool, those in members.items()}
-            taker = min(self.pools, key=lambda pool: (bool(members[pool]), headroom[pool]))
+            taker = min(loads, key=lambda pool: (bool(members[pool]), headroom[pool]))
             is_lacking = not members[taker] or headroom[taker] < 1
-            least = {pool: held(past, pool.kind, pool.group) if members[taker] else 1 for pool in self.pools}
+            if not members[taker]:
+                least = dict.fromkeys(loads, 1)
+            elif is_fixed(view):  # who gives has more head-room afterwards than who takes has now
+                least = {pool: pool.fewest(load, min(1.0, headroom[taker])) for pool, load in loads.items()}
+            else:
+                least = {pool: held(past, pool.kind, pool.group) for pool in loads}
             givers = [those for pool, those in members.items() if is_lacking and len(those) > least[pool]]
             able = [one for those in (strays, *givers) for one in those if self.hysteresis.may_switch(one, view.now_s)]
             if not able:
@@ -120,3 +133,12 @@ class Staffing:
             terms = {f"headroom_{pool.kind}": value for pool, value in headroom.items()}
             decisions.append(Decision(Switch(one.instance_id, one.roles, one.group), f"{taker.kind} lacks head-room", terms))
         return decisions, replace(view, instances=(*strays, *(one for those in members.values() for one in those)))
+
+
+def is_fixed(view: ClusterView) -> bool:
+    """Whether the number of instances may not change."""
+    return view.limits.min_instances == view.limits.max_instances
+
+
+def _is_in_pool(instance: ElasticInstance, pools: Iterable[Pool]) -> bool:
+    return any((instance.roles, instance.group) == (frozenset(ROLES_OF[pool.kind]), pool.group) for pool in pools)

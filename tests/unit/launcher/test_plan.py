@@ -57,8 +57,8 @@ def test_a_policy_places_instances() -> None:
     slots = plan_slots(Counts(engines=policy_set("modserve").placement.counts(3)))
     assert [slot.stage for slot in slots[:3]] == ["prefill,decode", "prefill,decode", "encoder"]
     assert [slot.name for slot in slots[:3]] == ["text-0", "text-1", "encoder-0"]
-    emulated = plan_slots(Counts(preprocess=2, engines=policy_set("triptych").placement.counts(8)), is_emulated=True)[0]
-    assert emulated.stage == "instance=4,text=4,preprocess=2"
+    emulated = plan_slots(Counts.placed(policy_set("triptych").placement, 8, preprocess=2), is_emulated=True)[0]
+    assert emulated.stage == "prompt=6,text.text=2,preprocess=2"
 
 
 def test_groups_are_told_to_each_instance() -> None:

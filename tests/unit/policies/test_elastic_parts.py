@@ -14,7 +14,6 @@ from triptych.shared.policies.elastic.autoscale import replicas
 from triptych.shared.policies.elastic.costs import costs_of, measured_costs
 from triptych.shared.policies.elastic.hysteresis import Hysteresis
 from triptych.shared.policies.elastic.needs import expected, needed, rates_of
-from triptych.shared.policies.elastic.planned_roles import held
 from triptych.shared.policies.elastic.replicas import Target, scaled
 from triptych.shared.policies.elastic.staffing import staffed
 from triptych.shared.policies.elastic.strategy import NOTHING, Memory
@@ -99,15 +98,6 @@ def test_square_root_staffing() -> None:
 def test_staffing_is_monotone_and_covers_the_load(load: float, more: float, slack: float) -> None:
     assert staffed(load, slack) >= load - 1e-6
     assert staffed(load + more, slack) >= staffed(load, slack)
-
-
-@given(st.integers(0, 20), st.integers(0, 20), st.integers(0, 20))
-def test_what_is_between_the_bounds_stays(now: int, low: int, high: int) -> None:
-    kept = held(now, low, high)
-    assert kept >= low
-    assert held(kept, low, high) == kept
-    if low <= now <= high:
-        assert kept == now
 
 
 def test_launches_come_at_once_and_to_who_lacks_most() -> None:

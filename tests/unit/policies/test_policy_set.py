@@ -55,7 +55,7 @@ def test_eight_instances() -> None:
     assert policy_set("monolith").placement.counts(8) == {"instance": 8}
     assert policy_set("modserve").placement.counts(8) == {"encoder": 4, "text": 4}
     assert policy_set("static").placement.counts(8) == {"encoder": 2, "prefill": 2, "decode": 4}
-    assert policy_set("triptych").placement.counts(8) == {"instance": 4, "text": 4}
+    assert policy_set("triptych").placement.counts(8) == {"prompt": 6, "text": 2}
 
 
 shares = st.dictionaries(st.sampled_from(sorted(ROLES_OF)), st.floats(0.05, 1.0), min_size=1)

@@ -11,7 +11,6 @@ from support.stage_views import View, view, views
 from triptych.shared.messages import InstanceId
 from triptych.shared.policies.pace import Pace
 from triptych.shared.policies.routing import (
-    CALM_S,
     KV_COSTS,
     Choice,
     ImageWork,
@@ -103,19 +102,19 @@ def test_prefill_prefers_room_then_where_embeddings_are() -> None:
 
 
 def test_a_prompt_goes_to_an_instance_that_encodes_when_it_gains_more_than_the_images_lose() -> None:
-    encoding = replace(view("a", pace=1000.0), encoded_ago_s=0.5)
+    encoding = replace(view("a", pace=1000.0), has_images=True)
     for own_tokens, waiting, expected in ((1000, 900, "b"), (1000, 1100, "a"), (10, 90, "b"), (10, 110, "a")):
         choice = made(choose_prefill([encoding, view("b", tokens=waiting, pace=1000.0)], PromptWork(own_tokens)))
         assert choice.instance_id == expected, (own_tokens, waiting)
-    calm = replace(encoding, encoded_ago_s=CALM_S)
+    calm = replace(encoding, has_images=False)
     assert made(choose_prefill([calm, view("b", tokens=1, pace=1000.0)], PromptWork(1000))).instance_id == "a"
 
 
 def test_decoding_leaves_an_instance_that_has_images_waiting() -> None:
-    own = replace(view("own"), encoded_ago_s=0.0)
+    own = replace(view("own"), has_images=True)
     assert made(choose_decode([own, view("other", tokens=500)], 5, InstanceId("own"))).instance_id == "other"
     assert made(choose_decode([own], 5, InstanceId("own"))).instance_id == "own"
-    own = replace(own, encoded_ago_s=0.1)
+    own = replace(own, has_images=False)
     assert made(choose_decode([own, view("other", tokens=500)], 5, InstanceId("own"))).instance_id == "own"
 
 

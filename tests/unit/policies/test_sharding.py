@@ -73,7 +73,7 @@ def test_where_the_prompt_goes_embeddings_need_not_travel() -> None:
 
 def test_only_ours_divides() -> None:
     divide = {name for name, policies in POLICY_SETS.items() if policies.sharding is by_finish}
-    assert divide == {"triptych", "triptych_barrier", "triptych_uncached", "triptych_fixed"}
+    assert divide == {"triptych", "triptych_barrier", "triptych_uncached", "triptych_handed_over", "triptych_fixed"}
 
 
 @given(views, st.integers(1, 20), st.sampled_from([64, 256, 1024]))

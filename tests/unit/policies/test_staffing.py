@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.elastic_views import after, demand, demands, instance, instances, view
 from triptych.shared.messages import InstanceId
 from triptych.shared.policies.elastic.actions import Action, Advise, Drain, Launch, Switch, Wanted
-from triptych.shared.policies.elastic.staffing import APART, WHOLE, Staffing
+from triptych.shared.policies.elastic.staffing import APART, SHARED, WHOLE, Staffing
 from triptych.shared.policies.elastic.strategy import NOTHING, Memory
 from triptych.shared.policies.elastic.views import ClusterView, ElasticInstance, GroupDemand, Limits, Rates
 from triptych.shared.policies.groups import ANY, GROUPS, MULTIMODAL, TEXT
@@ -98,6 +98,48 @@ def test_fewer_only_after_a_while() -> None:
     assert actions(seen(many, quiet, 65.0), memory) == [Drain(InstanceId(name)) for name in ("p0", "p1", "p2")]
 
 
+def fixed(num_prompts: int, num_texts: int, text: float, pictures: float) -> ClusterView:
+    """text, pictures: how many instances they keep busy; a token of a picture takes 1.5 ms, encoded and prefilled."""
+    members = [instance(f"p{index}", "prompt") for index in range(num_prompts)]
+    rates = Rates(requests=1, text_tokens=2000 * text), Rates(requests=1, image_tokens=1000 * pictures / 1.5)
+    return view([*members, *texts(num_texts)], *map(demand, rates))
+
+
+@pytest.mark.parametrize(
+    ("num_prompts", "text", "pictures", "expected"),
+    [
+        (6, 0.0, 0.0, 6),  # nobody moves for nothing
+        (6, 0.25, 0.8, 6),
+        (6, 0.25, 6.0, 7),
+        (6, 1.4, 0.8, 5),
+        (4, 0.25, 0.8, 4),  # as much as there is to do may come
+        (6, 6.0, 0.8, 1),
+        (6, 8.0, 8.0, 3),  # more than there are for: both lack head-room alike
+        (1, 1.0, 1.0, 3),
+    ],
+)
+def test_a_fixed_pool_is_divided_by_who_lacks_head_room(num_prompts: int, text: float, pictures: float, expected: int) -> None:
+    cluster, memory, strategy = fixed(num_prompts, 8 - num_prompts, text, pictures), NOTHING, Staffing()
+    decisions, memory = strategy.decide(cluster, memory)
+    assert {type(one.action) for one in decisions} <= {Advise, Switch}
+    cluster = after(cluster, decisions, 60.0)
+    assert [kind_of(one) for one in cluster.instances].count("prompt") == expected
+    assert not strategy.decide(cluster, memory)[0]
+
+
+@given(st.integers(2, 12), st.lists(st.tuples(st.floats(0, 20), st.floats(0, 20)), min_size=1, max_size=6))
+def test_a_fixed_pool_serves_everybody_and_settles(num_instances: int, loads: list[tuple[float, float]]) -> None:
+    members = [instance(f"i{index}", "instance") for index in range(num_instances)]
+    cluster, memory, strategy = view(members), NOTHING, Staffing()
+    for text, pictures in loads:
+        cluster = replace(cluster, demand=fixed(1, 1, text, pictures).demand)
+        for _ in range(4):
+            decisions, memory = strategy.decide(cluster, memory)
+            cluster = after(cluster, decisions, 60.0)
+        assert not [one for one in strategy.decide(cluster, memory)[0] if isinstance(one.action, Switch)]
+        assert {(kind_of(one), one.group) for one in cluster.instances} == {(pool.kind, pool.group) for pool in SHARED}
+
+
 SOME = instances((ANY, *GROUPS), ("prompt", "text", "instance"))
 
 
@@ -147,7 +189,8 @@ def test_a_constant_load_settles(members: list[ElasticInstance], text: GroupDema
 @given(demands, st.floats(1.0, 3.0))
 def test_more_work_never_wants_fewer(load: GroupDemand, factor: float) -> None:
     def wanted(rates: Rates) -> list[int]:
-        advice = STRATEGY.decide(view([*prompts(1), *texts(1)], demand(rates), demand(rates)), NOTHING)[0][0].action
+        cluster = view([*prompts(1), *texts(1)], demand(rates), demand(rates), limits=Limits(2, 20))
+        advice = STRATEGY.decide(cluster, NOTHING)[0][0].action
         assert isinstance(advice, Advise)
         return [one.count for one in advice.wanted]
 

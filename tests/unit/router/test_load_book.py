@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import msgspec
 
 from triptych.services.router.load_book import InstanceView, LoadBook
@@ -39,7 +37,7 @@ def book_of(registry: Registry) -> LoadBook:
 def test_a_heartbeat_alone() -> None:
     registry = Registry(3.0)
     registry.on_event(beat(num_pending_tokens=70, num_waiting=2), 0.0)
-    assert book_of(registry).views("encoder") == [InstanceView(A, 2, 70, 15, 0.0, 0.0, 0.0)]
+    assert book_of(registry).views("encoder") == [InstanceView(A, 2, 70, 15, 0.0, 0.0, has_images=True)]
     assert book_of(registry).views("prefill") == []
 
 
@@ -91,18 +89,16 @@ def test_the_engine_is_shared_with_other_stages() -> None:
     assert (decode.tokens_per_s, decode.other_s) == (1.0, 1.0)
 
 
-def test_how_long_ago_an_instance_encoded() -> None:
+def test_whether_an_instance_has_images_to_encode() -> None:
     registry = Registry(3.0)
     registry.on_event(beat(), 0.0)
     book = book_of(registry)
-    assert book.views("decode")[0].encoded_ago_s == math.inf
+    assert not book.views("decode")[0].has_images
     with book.hold(A, "encoder", 30):
-        assert book.views("decode")[0].encoded_ago_s == 0.0
-    assert 0.0 < book.views("decode")[0].encoded_ago_s < 60.0
+        assert book.views("decode")[0].has_images, "of which no heartbeat tells yet"
+    assert not book.views("decode")[0].has_images
     registry.on_event(beat(num_pending_tokens=9), 0.5)
-    assert book.views("decode")[0].encoded_ago_s == 0.0
-    registry.on_event(Lost(A, "encoder-0", 1, expected=False), 0.6)
-    assert not book._encoded_at_s
+    assert book.views("decode")[0].has_images
 
 
 def test_suspects_are_left_out_until_they_beat_again() -> None:
@@ -128,7 +124,7 @@ def test_refusals_and_other_models_are_left_out() -> None:
     assert book.views("encoder") == []
 
 
-def test_hosts_are_those_that_take_follow_ups() -> None:
+def test_hosts_are_those_that_take_follow_ups_or_all_prompts() -> None:
     registry = Registry(3.0)
     book = book_of(registry)
     host = msgspec.structs.replace(
@@ -141,6 +137,8 @@ def test_hosts_are_those_that_take_follow_ups() -> None:
     for other in (beat(), msgspec.structs.replace(host, state="draining")):
         registry.on_event(other, 0.0)
         assert book.hosts([A]) == []
+    registry.on_event(msgspec.structs.replace(host, roles=("prefill", "decode"), takes_follow_ups=False), 0.0)
+    assert [view.instance_id for view in book.hosts([A])] == [A]
     registry.on_event(host, 0.0)
     assert book.views("prefill") == []
     with book.hold(A, "prefill", 9):
