@@ -10,6 +10,7 @@ import random
 
 import pytest
 
+from support import cache_clients, fake_cluster
 from support.cache_clients import PLACEMENTS, Client, Prompt, Told, info, random_prompt
 from support.fake_cluster import FakeCluster
 from support.fake_engine import BLOCK_SIZE, FakeEngine
@@ -19,6 +20,7 @@ from triptych.shared.messages import InstanceId, PrefixSource, TensorRef
 
 NUM_REQUESTS, NUM_ATTEMPTS = 30, 4
 PREPROCESS = "pixels"
+WAIT_S = 60.0  # chosen: on a busy machine thirty requests take their time
 MISLED = {CACHE_MISS, "tensor_gone"}  # what may come of a wrong index
 SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 40))]
 
@@ -60,7 +62,7 @@ class WildClient(Client):
     async def encode(self, request_id: str, picture: int) -> TensorRef:
         """Of pixels that another process has, as preprocess does."""
         pixels = await self.cluster.put_pixels(PREPROCESS, picture, request_id)
-        return (await self.cluster.encode_image(self.choose("encoder"), request_id, info(picture), pixels)).embeddings
+        return (await self.cluster.encode_image(self.choose("encoder"), request_id, info(picture), pixels, WAIT_S)).embeddings
 
     async def leave(self, request_id: str, answering: asyncio.Task[list[int]]) -> None:
         """As a router does whose client left, at any moment."""
@@ -108,6 +110,12 @@ def check_truth(cluster: FakeCluster, answered: list[tuple[Prompt, list[int]]]) 
         assert context.embeddings._pool._num_pinned_bytes == 0
         assert not context.kv._leases
     return num_checked
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (fake_cluster, cache_clients):
+        monkeypatch.setattr(module, "WAIT_S", WAIT_S)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

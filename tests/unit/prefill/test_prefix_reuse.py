@@ -207,6 +207,25 @@ async def test_a_beginning_is_pulled_from_a_peer() -> None:
     await cluster.stop()
 
 
+async def test_the_index_hears_of_a_pulled_beginning_when_it_is_kept() -> None:
+    """Not before: the request may leave, and then it never is."""
+    cluster, host = await start()
+    await cluster.start("peer", ["prefill"])
+    await ask(cluster, request_of("a", PROMPT), "peer")
+    context = host._context
+    chain = context.prefixes.chain_of(PROMPT, [], b"")
+    assert chain is not None
+    host.engine.gate.clear()
+    pulling = asyncio.create_task(cluster.prefill("p", request_of("b", PROMPT, prefix=PrefixSource(InstanceId("peer"), 5))))
+    await until(host.engine.is_inside.is_set, "it is in a step")
+    assert (await context.index.lookup(chain.keys, [])).prefixes == {}
+    host.engine.gate.set()
+    assert (await pulling).num_cached_tokens == 20
+    assert (await context.index.lookup(chain.keys, [])).prefixes == {"p": 5}
+    await cluster.release("b")
+    await cluster.stop()
+
+
 @pytest.mark.parametrize("what", ["gone", "nothing there", "another layout"])
 async def test_a_peer_that_has_nothing_is_no_harm(what: str) -> None:
     cluster, host = await start()
