@@ -33,7 +33,8 @@ SWITCH_WITHIN_S = 120.0  # chosen: the policy looks every modelled second, on a 
 
 @pytest.fixture(scope="module")
 def elastic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    args = ["--emulate", "a100", "--time-scale", str(TIME_SCALE), "--policy", "elasticmm", "--instances", str(NUM_INSTANCES)]
+    args = ["--emulate", "a100", "--time-scale", str(TIME_SCALE), "--policy", "elasticmm"]
+    args += ["--instances", str(NUM_INSTANCES), "--max-instances", str(NUM_INSTANCES + 2)]
     cluster = Cluster(Path("llama-3.2-11b"), tmp_path_factory.mktemp("elastic") / "run", args)
     yield cluster
     assert cluster.stop() == 0
