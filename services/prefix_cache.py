@@ -83,8 +83,8 @@ class PrefixCache:
         self._kv.pool.free(block_ids)
 
     def note(self, keys: Seq[bytes], num_hits: int) -> None:
-        """A prompt whose blocks could be here begins with num_hits that are, or were pulled from a peer. The index is told again
-        of those that are here, since they are wanted; of the others once they are kept, which they may never be."""
+        """A prompt whose blocks could be here begins with num_hits that are, or were pulled from a peer. The index is told
+        again of those that are here, since they are wanted; of the others once they are kept, which they may never be."""
         self.num_hits += num_hits
         self.num_misses += len(keys) - num_hits
         self._index.hold(self._holder, "kv", keys[: self.num_held(keys[:num_hits])])
