@@ -68,6 +68,20 @@ async def test_a_text_only_turn_of_a_picture_chat_stays(world: World) -> None:
     assert len(stages["prefill"].seen) == len(stages["encoder"].seen) == 1, "of the first turn"
 
 
+async def test_it_stays_at_an_instance_that_prefills_for_text_too(world: World) -> None:
+    """Prompts with pictures go elsewhere, but not when nearly all of it is there."""
+    stages = {stage: world.add(f"{stage}-0", stage) for stage in ("preprocess", "encoder", "prefill")}
+    text = world.add("text-0", "prefill", "decode")
+    text.group = "text"
+    text.beat()
+    assert (await world.ask(messages=[FIRST])).status_code == 200
+    assert len(stages["prefill"].seen) == 1
+    world.index.drop(stages["prefill"].instance_id, "kv", stages["prefill"].kv)
+    text.kv, stages["prefill"].kv = stages["prefill"].kv, set()
+    world.index.hold(text.instance_id, "kv", sorted(text.kv))
+    assert places(await second_turn(world)) == [("prefill", "text-0"), ("decode", "text-0")]
+
+
 async def test_other_tenants_share_nothing(world: World) -> None:
     await turns(world, cache_salt="mine")
     assert places(await second_turn(world, cache_salt="yours"))[-2:] == [("prefill", "prefill-0"), ("decode", "decode-0")]

@@ -192,6 +192,7 @@ class FakeStage:
         self.embeddings: set[PartKey] = set()
         self.kv: set[bytes] = set()
         self.takes_follow_ups = False
+        self.group = ""
         self.tasks: set[asyncio.Task[None]] = set()
 
     def beat(self, url: str = "") -> None:
@@ -209,6 +210,7 @@ class FakeStage:
             resources=Resources(pid=1, num_threads=1, num_blocks=self.num_blocks, num_free_blocks=self.num_blocks),
             model=ModelCard(MODEL, self.world.revision, self.world.max_model_len),
             takes_follow_ups=self.takes_follow_ups,
+            group=self.group,
         )
         self.world.registry.on_event(beat, time.monotonic())
 
