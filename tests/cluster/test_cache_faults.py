@@ -44,6 +44,7 @@ EMBEDDING_CACHE_BYTES = 16 << 10  # a few pictures
 PAUSE_S = 0.2  # between two faults
 RECOVERED_WITHIN_S = 30.0
 AT_REST_WITHIN_S = 10.0
+CHECKED_WITHIN_S = 30.0  # chosen: an idle instance looks after five seconds, on a busy machine later
 END_WITHIN_S = 20.0  # chosen: a server that ignores SIGTERM is killed after five
 PLACEMENTS = {  # arguments of `triptych up`, and the transport
     "a stage each": (("--encoder", "2", "--prefill", "2", "--decode", "2"), "auto"),
@@ -130,14 +131,13 @@ def small_cluster(
 
 @pytest.fixture
 async def watch(small_cluster: Cluster) -> AsyncIterator[Bounded]:
-    """After each test nothing is held, counts agree, pools evicted and stayed within their bytes, and the index is bounded."""
+    """After each test nothing is held, counts agree, pools stayed within their bytes, and the index is bounded."""
     async with Bounded(small_cluster.nats_url) as watch:
         await watch.until_complete(RECOVERED_WITHIN_S)
         yield watch
         await watch.until_at_rest(AT_REST_WITHIN_S, "after the faults")
-        await watch.until_checked()
+        await watch.until_checked(CHECKED_WITHIN_S)
         assert not watch.excesses
-        assert all(sum(counts.values()) > 0 for counts in watch.num_evicted.values()), "the pools were to be too small"
     entries = await IndexServer(small_cluster).check()
     print(f"index: {dict(entries.num_by_kind)}, evicted: {[sum(counts.values()) for counts in watch.num_evicted.values()]}")
 
@@ -213,6 +213,7 @@ async def test_answers_are_those_of_transformers(
         await clients.ask_all()
     judge_all([case for case, _ in clients.answers], [answer for _, answer in clients.answers], reference)
     assert counted["faults"] > 3
+    assert all(sum(counts.values()) > 0 for counts in watch.num_evicted.values()), "the pools were to be too small"
     assert clients.num_left > 5
     await until_the_index_is_back(small_cluster, next(case for case in cases if case.pictures()))
 
