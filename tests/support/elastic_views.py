@@ -47,7 +47,7 @@ def instance(name: str, kind: str, group: Group = ANY, *loads: StageLoad, since_
 def demand(rates: Rates, attainment: float | None = None) -> GroupDemand:
     """Steady."""
     num_ended = 100 if attainment is not None else 0
-    return GroupDemand(rates, rates, rates, rates.images_per_request, attainment, num_ended, now=rates)
+    return GroupDemand(rates, rates, rates.images_per_request, attainment, num_ended, now=rates)
 
 
 def view(
@@ -93,7 +93,7 @@ rates = st.builds(
     output_tokens=st.floats(0, 3000),
 )
 demands = st.builds(
-    GroupDemand, rates, rates, rates, st.floats(0, 8), st.one_of(st.none(), st.floats(0, 1)), st.integers(0, 200), rates
+    GroupDemand, rates, rates, st.floats(0, 8), st.one_of(st.none(), st.floats(0, 1)), st.integers(0, 200), rates
 )
 
 

@@ -1,4 +1,4 @@
-"""Rates of what is asked for, from counts: average, recent, and peak. Pure and frozen; for the scaler and simulators alike."""
+"""Rates of what is asked for, from counts: average, recent, growing. Pure and frozen; for the scaler and simulators alike."""
 
 from __future__ import annotations
 
@@ -102,7 +102,6 @@ class DemandMeter:
     def _demand(self, group: _Group) -> GroupDemand:
         last = group.now if not group.windows else group.windows[-1].plus(group.now)
         windows = (*group.windows[-math.ceil(self.peak_s / self.window_s) :], last)
-        rates = [window.rates() for window in windows]
         average, lately = group.past.rates(), group.lately.rates()
         growth = _rates(
             lambda name: max(0.0, getattr(lately, name) - getattr(average, name)) / (self.average_s - self.lately_s)
@@ -111,8 +110,7 @@ class DemandMeter:
         return GroupDemand(
             average=average,
             recent=last.rates(),
-            peak=_rates(lambda name: max(getattr(rate, name) for rate in rates)),
-            peak_images_per_request=max(rate.images_per_request for rate in rates),
+            peak_images_per_request=max(window.rates().images_per_request for window in windows),
             attainment=ended.in_time / ended.ended if ended.ended else None,
             num_ended=round(ended.ended),
             now=_rates(lambda name: getattr(lately, name) + self.lately_s * getattr(growth, name)),

@@ -47,11 +47,6 @@ def recent(demand: GroupDemand) -> Rates:
     return demand.recent
 
 
-def peak(demand: GroupDemand) -> Rates:
-    """The most of late, each rate on its own."""
-    return demand.peak
-
-
 def expected(demand: GroupDemand) -> Rates:
     """What is to be expected soon: the higher of average and last rates, with pictures by the most images per request of late.
     Bursts of pictures are bursts of images per request more than of requests, so that a predictor which only looks at

@@ -64,15 +64,14 @@ NO_RATES = Rates()
 
 @dataclass(frozen=True, slots=True)
 class GroupDemand:
-    """Measured by demand_meter.py. average: over minutes, late minutes count more. recent: over the last window. peak: of each
-    rate its highest window of late; peak_images_per_request: the same of that ratio, whatever the rate was. attainment: of the
-    requests that ended in the last windows, num_ended in all, the share within SLO; None when none ended. now, growth: of a
-    straight line through average and another one over some tens of seconds, each of which is late by its time constant, as long
-    as it rises; growth is in a second."""
+    """Measured by demand_meter.py. average: over minutes, late minutes count more. recent: over the last window.
+    peak_images_per_request: of the window of late that had the highest, whatever the rate was. attainment: of the requests that
+    ended in the last windows, num_ended in all, the share within SLO; None when none ended. now, growth: of a straight line
+    through average and another one over some tens of seconds, each of which is late by its time constant, as long as it rises;
+    growth is in a second."""
 
     average: Rates = NO_RATES
     recent: Rates = NO_RATES
-    peak: Rates = NO_RATES
     peak_images_per_request: float = 0.0
     attainment: float | None = None
     num_ended: int = 0

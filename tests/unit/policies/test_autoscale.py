@@ -64,11 +64,11 @@ def test_between_periods_only_late_requests_count() -> None:
 
 
 def test_late_requests_count_what_is_expected_and_take_nothing_away() -> None:
-    burst = GroupDemand(IMAGE_RATES, IMAGE_RATES, IMAGE_RATES, peak_images_per_request=6.0, attainment=0.5, num_ended=50)
+    burst = GroupDemand(IMAGE_RATES, IMAGE_RATES, peak_images_per_request=6.0, attainment=0.5, num_ended=50)
     cluster = view(members(2, 12), demand(TEXT_RATES), burst, limits=Limits(2, 20))
     late = ModServeScaling(safe_share=1.0).decide(cluster, NOTHING)[0]
     assert [one.action for one in late[1:]] == [Launch("encoder", ANY, 4)], "6 images a request; the many text instances stay"
-    few = GroupDemand(IMAGE_RATES, IMAGE_RATES, IMAGE_RATES, attainment=0.5, num_ended=5)
+    few = GroupDemand(IMAGE_RATES, IMAGE_RATES, attainment=0.5, num_ended=5)
     _, memory = ModServeScaling(safe_share=1.0).decide(cluster, NOTHING)
     later = view(members(2, 12), images=few, now_s=300.0, limits=Limits(2, 20))
     due = ModServeScaling(safe_share=1.0).decide(later, memory)[0]

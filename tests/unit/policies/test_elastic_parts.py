@@ -35,7 +35,7 @@ def test_needs_are_token_rates_over_capacities() -> None:
 
 def test_a_burst_of_images_per_request_is_expected_although_requests_are_few() -> None:
     now = Rates(requests=2, text_tokens=200, images=2, image_tokens=900, output_tokens=100)
-    seen = GroupDemand(average=now, recent=now, peak=now, peak_images_per_request=5.0)
+    seen = GroupDemand(average=now, recent=now, peak_images_per_request=5.0)
     assert expected(seen).images == 10.0
     assert expected(seen).image_tokens == pytest.approx(4500.0)
     assert expected(demand(now)) == now, "steady: what it is"

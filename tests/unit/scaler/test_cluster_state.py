@@ -134,7 +134,7 @@ def test_demand_is_what_routers_counted_since() -> None:
     assert made.demand()["multimodal"].recent.images == 0.0
     made.observe([*ALL, router(120, 0), router(80, 28, life="b")], 20.0)
     assert made.demand()["text"].recent.requests == 3.0, "of the last window"
-    assert made.demand()["multimodal"].peak.images == 2.0
+    assert made.demand()["multimodal"].recent.images == 2.0
 
 
 def test_demand_of_groups_that_are_not_known_is_left_out() -> None:
