@@ -26,6 +26,7 @@ class InstanceView:
     tokens_per_s: float
     other_s: float
     has_images: bool
+    decodes: bool
     group: str = ""
 
 
@@ -162,6 +163,7 @@ class LoadBook:
             load.tokens_per_s,
             sum(self._pending_s(beat, other) for other in beat.loads if other.stage != stage),
             self._work(beat, "encoder", _load_of(beat, "encoder"))[1] > 0,
+            "decode" in beat.roles,
             beat.group,
         )
 

@@ -46,7 +46,6 @@ class FollowUps:
         pace = Pace.of(candidates)
         decoding = {view.instance_id: view for view in hosts.decoding}
         able = [view for view in hosts.able if view.num_free_blocks >= prompt.num_blocks]
-        kv_s = 0.0 if prompt.kv_costs is None else prompt.kv_costs.transfer_s(prompt.num_tokens)
 
         def cost_s(view: StageView) -> float:
             own_s = (prompt.num_tokens - prompt.num_usable(view.instance_id)) / pace.at(view)
@@ -55,7 +54,7 @@ class FollowUps:
             if outputs is None or not outputs.num_requests:
                 return first_token_s
             step_s = outputs.num_requests / outputs.tokens_per_s if outputs.tokens_per_s else 0.0
-            return step_s + first_token_s + max(0.0, own_s - kv_s)
+            return step_s + first_token_s + max(0.0, own_s - prompt.kv_s)
 
         best = min(able, key=lambda view: (cost_s(view), view.num_requests, view.instance_id), default=None)
         if best is None:
@@ -63,10 +62,9 @@ class FollowUps:
         num_cached = prompt.num_usable(best.instance_id)
         reason = f"goes on where its KV is, {prompt.num_tokens - num_cached} tokens to compute, {cost_s(best):.3f} s"
         if elsewhere is not None:
-            elsewhere_s = elsewhere.cost_s + (0.0 if elsewhere.instance_id in decoding else kv_s)
-            if cost_s(best) > elsewhere_s:
+            if cost_s(best) > elsewhere.cost_s:
                 return None
-            reason += f", elsewhere {elsewhere_s:.3f} s"
+            reason += f", elsewhere {elsewhere.cost_s:.3f} s"
         return Choice(best.instance_id, reason, num_cached)
 
 

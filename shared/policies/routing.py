@@ -64,12 +64,17 @@ class PromptWork:
         """Tokens that need no computing where that holder's KV is."""
         return max(0, min(self.prefixes.get(holder, 0), self.num_tokens - 1))
 
+    @property
+    def kv_s(self) -> float:
+        """Until its KV has moved to where it is decoded."""
+        return 0.0 if self.kv_costs is None else self.kv_costs.transfer_s(self.num_tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     """The chosen instance, and why, in words for logs and traces. num_cached_tokens: of the work, that need no computing
-    there. pull_from: the peer that holds them, when they are to be pulled. cost_s: of a prompt, its first token from now, and
-    what others wait for it."""
+    there. pull_from: the peer that holds them, when they are to be pulled. cost_s: of a prompt, its first token from now, what
+    others wait for it, and the way of its KV."""
 
     instance_id: InstanceId
     reason: str
@@ -113,7 +118,8 @@ def choose_prefill(candidates: Sequence[StageView], prompt: PromptWork) -> Choic
     chosen when the images are ready (ModServe, modality-aware routing with late binding). Cached KV counts where it saves
     time, pulled from a peer too: so a holder that is busy is left for an idle instance, and affinity never waits longer than
     the least loaded would. An instance that encodes is taken when that saves more time than it takes from the images there
-    (ours): such instances turn into encoders while pictures come in bursts. Of those with blocks for the prompt, if any."""
+    (ours): such instances turn into encoders while pictures come in bursts. So is one that does not decode when that saves more
+    than it takes to move the KV. Of those with blocks for the prompt, if any."""
     if not candidates:
         return None
     pace = Pace.of(candidates)
@@ -148,17 +154,18 @@ def in_turn(candidates: Sequence[StageView], turn: int) -> Choice | None:
 @dataclass(frozen=True, slots=True)
 class _Plan:
     """One candidate, and what would happen there. first_token_s: from now. disturbs_s: for how long the images that it encodes
-    would wait for this prompt."""
+    would wait for this prompt. moves_s: the way of the KV, which the second token waits for."""
 
     view: StageView
     first_token_s: float
     disturbs_s: float
+    moves_s: float
     num_cached_tokens: int
     pull_from: InstanceId | None
 
     @property
     def cost_s(self) -> float:
-        return self.first_token_s + self.disturbs_s
+        return self.first_token_s + self.disturbs_s + self.moves_s
 
     def reason(self, num_candidates: int) -> str:
         cached = f", {self.num_cached_tokens} cached" if self.num_cached_tokens else ""
@@ -180,7 +187,7 @@ def _plan(view: StageView, prompt: PromptWork, pace: Pace) -> _Plan:
     own_s = (prompt.num_tokens - num_cached) / tokens_per_s
     first_token_s = pace.wait_s(view) + own_s + pull_s - prompt.saved_s.get(view.instance_id, 0.0)
     disturbs_s = max(own_s, MIN_DISTURBED_S) if view.has_images else 0.0
-    return _Plan(view, first_token_s, disturbs_s, num_cached, pull_from)
+    return _Plan(view, first_token_s, disturbs_s, 0.0 if view.decodes else prompt.kv_s, num_cached, pull_from)
 
 
 def _with_room(candidates: Sequence[View], num_blocks: int) -> Sequence[View]:

@@ -14,7 +14,7 @@ class StageView(Protocol):
     encoder, prompt tokens that are not cached for prefill), or tokens in context for decode. num_free_blocks: KV blocks that
     new work may take. tokens_per_s: what this stage computed there lately, while it was busy; 0 before anything was. other_s:
     seconds of computing that the instance's other stages have waiting for the same engine; 0 where they are not known.
-    has_images: whether it has images to encode.
+    has_images: whether it has images to encode. decodes: whether outputs may go on there, so that no KV moves.
     All but tokens_per_s include work that was dispatched but that the instance has not reported yet.
     """
 
@@ -38,3 +38,6 @@ class StageView(Protocol):
 
     @property
     def has_images(self) -> bool: ...
+
+    @property
+    def decodes(self) -> bool: ...

@@ -153,6 +153,7 @@ class View:
     tokens_per_s: float
     other_s: float
     has_images: bool
+    decodes: bool
     group: Group
 
 
@@ -324,6 +325,7 @@ class World:
             one.tokens_per_s.get(role, 0.0),
             other_s,
             bool(one.parts),
+            "decode" in one.roles,
             one.group,
         )
 
@@ -335,7 +337,7 @@ class World:
         if isinstance(work, Part):
             choice = rules.encoder(views, ImageWork(work.shape.num_tokens), turn, home)
         elif role == "prefill":
-            choice = rules.prefill(views, PromptWork(running.num_prompt_tokens), turn, home)
+            choice = rules.prefill(views, PromptWork(running.num_prompt_tokens, kv_costs=self.costs.kv), turn, home)
         else:
             choice = rules.decode(views, running.num_context_tokens // BLOCK_SIZE + 1, prefill_id, home)
         if choice is None:

@@ -20,6 +20,7 @@ class View:
     tokens_per_s: float = 0.0
     other_s: float = 0.0
     has_images: bool = False
+    decodes: bool = False
 
 
 def view(name: str, requests: int = 0, tokens: int = 0, blocks: int = 100, pace: float = 0.0, other_s: float = 0.0) -> View:

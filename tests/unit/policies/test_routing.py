@@ -110,6 +110,13 @@ def test_a_prompt_goes_to_an_instance_that_encodes_when_it_gains_more_than_the_i
     assert made(choose_prefill([calm, view("b", tokens=1, pace=1000.0)], PromptWork(1000))).instance_id == "a"
 
 
+def test_a_prompt_is_computed_where_it_is_decoded_unless_the_way_of_its_kv_is_shorter_than_the_wait() -> None:
+    prompt = PromptWork(1000, kv_costs=TransferCosts(0.0, 1e-4))  # 0.1 s
+    for waiting, expected in ((90, "b"), (110, "a")):
+        there = replace(view("b", tokens=waiting, pace=1000.0), decodes=True)
+        assert made(choose_prefill([view("a", pace=1000.0), there], prompt)).instance_id == expected
+
+
 def test_decoding_leaves_an_instance_that_has_images_waiting() -> None:
     own = replace(view("own"), has_images=True)
     assert made(choose_decode([own, view("other", tokens=500)], 5, InstanceId("own"))).instance_id == "other"

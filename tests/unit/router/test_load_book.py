@@ -37,7 +37,7 @@ def book_of(registry: Registry) -> LoadBook:
 def test_a_heartbeat_alone() -> None:
     registry = Registry(3.0)
     registry.on_event(beat(num_pending_tokens=70, num_waiting=2), 0.0)
-    assert book_of(registry).views("encoder") == [InstanceView(A, 2, 70, 15, 0.0, 0.0, has_images=True)]
+    assert book_of(registry).views("encoder") == [InstanceView(A, 2, 70, 15, 0.0, 0.0, has_images=True, decodes=True)]
     assert book_of(registry).views("prefill") == []
 
 
