@@ -14,7 +14,7 @@ from triptych.shared.policies.elastic.actions import Decision, Switch
 from triptych.shared.policies.elastic.hysteresis import Hysteresis
 from triptych.shared.policies.elastic.needs import ahead, needed, rates_of
 from triptych.shared.policies.elastic.replicas import Target, held, late, of_kind, scaled
-from triptych.shared.policies.elastic.strategy import Memory
+from triptych.shared.policies.elastic.strategy import History, Memory
 from triptych.shared.policies.elastic.views import ClusterView, ElasticInstance
 from triptych.shared.policies.groups import ANY, MULTIMODAL, TEXT, Group
 from triptych.shared.policies.placement import ROLES_OF, Kind
@@ -116,12 +116,7 @@ class Staffing:
             headroom = {pool: pool.headroom(loads[pool], len(those)) for pool, those in members.items()}
             taker = min(loads, key=lambda pool: (bool(members[pool]), headroom[pool]))
             is_lacking = not members[taker] or headroom[taker] < 1
-            if not members[taker]:
-                least = dict.fromkeys(loads, 1)
-            elif is_fixed(view):  # who gives has more head-room afterwards than who takes has now
-                least = {pool: pool.fewest(load, min(1.0, headroom[taker])) for pool, load in loads.items()}
-            else:
-                least = {pool: held(past, pool.kind, pool.group) for pool in loads}
+            least = _least(view, past, loads, headroom[taker]) if members[taker] else dict.fromkeys(loads, 1)
             givers = [those for pool, those in members.items() if is_lacking and len(those) > least[pool]]
             able = [one for those in (strays, *givers) for one in those if self.hysteresis.may_switch(one, view.now_s)]
             if not able:
@@ -138,6 +133,13 @@ class Staffing:
 def is_fixed(view: ClusterView) -> bool:
     """Whether the number of instances may not change."""
     return view.limits.min_instances == view.limits.max_instances
+
+
+def _least(view: ClusterView, past: History, loads: Loads, lowest_headroom: float) -> Mapping[Pool, int]:
+    """What pools keep. Where no other instances come, who gives has more head-room afterwards than who takes has now."""
+    if is_fixed(view):
+        return {pool: pool.fewest(load, min(1.0, lowest_headroom)) for pool, load in loads.items()}
+    return {pool: held(past, pool.kind, pool.group) for pool in loads}
 
 
 def _is_in_pool(instance: ElasticInstance, pools: Iterable[Pool]) -> bool:
