@@ -7,8 +7,8 @@ and for decode, which are then measured in turn with those of the others.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,7 +40,9 @@ TRIAL_WORK = 1e11  # chosen: parameters times prompt tokens, a few seconds of on
 QUICK = (Case(16, 2, 4),)
 SMALL_MODEL_PARAMETERS = 50_000_000  # chosen: below it what is not the forward pass decides, and vLLM is the bar
 SMALL_DECODE_BARS = {1: 1.2, 8: 1.2, 32: 1.0}  # the promise, by batch size, of vLLM's tokens/s
-CACHES: tuple[CacheKind, ...] = ("static", "dynamic")
+# By kind of transformers' caches: the most bytes, chosen. A dynamic one is made anew at every step, a token longer, which leaves
+# the heap in pieces: one of 0.3 GB, in a run of 128 steps, as many as a machine of 24 GB did not have (measured)
+CACHES: dict[CacheKind, float] = {"static": math.inf, "dynamic": 128e6}
 PHASES = ("prefill", "decode")
 BLOCK_SLACK_TOKENS = 256  # the largest KV block: what a sequence can leave empty
 
@@ -56,29 +58,25 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One way to run a side. name: for people."""
+    """One way to run a side. name: for people. max_tokens: of all sequences of a case, with their outputs."""
 
     name: str
     side: EngineSide
     num_threads: int
+    max_tokens: float = math.inf
+
+    def can(self, case: Case) -> bool:
+        return case.batch_size * (case.num_prompt_tokens + case.num_output_tokens) <= self.max_tokens
 
     async def measure(self, case: Case, seed: int) -> dict[str, float]:
         """Tokens/s by phase."""
         torch.set_num_threads(self.num_threads)
-        _give_back_memory()
         timing = await self.side.run(case, seed)
         num_decoded = case.batch_size * (case.num_output_tokens - 1)
         return {
             "prefill": case.batch_size * case.num_prompt_tokens / timing.prefill_s,
             "decode": num_decoded / max(timing.decode_s, 1e-9),
         }
-
-
-def _give_back_memory() -> None:
-    """What torch has freed. Caches that grow by a token per step leave the heap in pieces: a run of 32 long prompts leaves a
-    gigabyte (measured), and all runs together more than a machine has."""
-    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # glibc
-        libc.malloc_trim(0)
 
 
 Sides = dict[str, list[Variant]]
@@ -134,10 +132,15 @@ def _torch_sides(checkpoint: Checkpoint, cases: Sequence[Case], plan: Plan) -> t
     ours = TriptychSide(checkpoint, _kv_cache_bytes(checkpoint, cases))
     loaded = TransformersModel(checkpoint)
     threads = _thread_counts(plan)
+
+    def cached(side: GenerateSide | ForwardSide, num_threads: int) -> Variant:
+        most_tokens = CACHES[side.cache] / _kv_token_bytes(checkpoint)
+        return Variant(f"{num_threads} threads, {side.cache} cache", side, num_threads, most_tokens)
+
     sides: Sides = {
         "triptych": [Variant(f"{n} threads", ours, n) for n in threads],
-        "generate": [Variant(f"{n} threads, {c} cache", GenerateSide(loaded, c), n) for n in threads for c in CACHES],
-        "forward": [Variant(f"{n} threads, {c} cache", ForwardSide(loaded, c), n) for n in threads for c in CACHES],
+        "generate": [cached(GenerateSide(loaded, cache), n) for n in threads for cache in CACHES],
+        "forward": [cached(ForwardSide(loaded, cache), n) for n in threads for cache in CACHES],
     }
     num_parameters = sum(parameter.numel() for parameter in loaded.model.model.language_model.parameters())
     facts: dict[str, object] = {"model": checkpoint.name, "text_parameters": num_parameters, "dtype": "float32"}
@@ -160,11 +163,14 @@ def _thread_counts(plan: Plan) -> list[int]:
 
 def _kv_cache_bytes(checkpoint: Checkpoint, cases: Sequence[Case]) -> int:
     """What the largest case needs: memory for more would be asked for, though never touched."""
+    num_tokens = max(c.batch_size * (c.num_prompt_tokens + c.num_output_tokens + BLOCK_SLACK_TOKENS) for c in cases)
+    return _kv_token_bytes(checkpoint) * num_tokens
+
+
+def _kv_token_bytes(checkpoint: Checkpoint) -> int:
     text = checkpoint.config["text_config"]
     head_size = text["hidden_size"] // text["num_attention_heads"]
-    token_bytes = 2 * text["num_hidden_layers"] * text["num_key_value_heads"] * head_size * torch.float32.itemsize
-    num_tokens = max(c.batch_size * (c.num_prompt_tokens + c.num_output_tokens + BLOCK_SLACK_TOKENS) for c in cases)
-    return int(token_bytes * num_tokens)
+    return int(2 * text["num_hidden_layers"] * text["num_key_value_heads"] * head_size * torch.float32.itemsize)
 
 
 @dataclass(slots=True)
@@ -180,7 +186,8 @@ class _Contest:
     async def measure(self, case: Case) -> dict[str, float]:
         """Tokens/s as ROW.SIDE."""
         tell(f"{case.batch_size} prompts of {case.num_prompt_tokens} tokens ...")
-        chosen = {side: await self._best_variants(case, variants) for side, variants in self.sides.items()}
+        able = {side: [variant for variant in variants if variant.can(case)] for side, variants in self.sides.items()}
+        chosen = {side: await self._best_variants(case, variants) for side, variants in able.items()}
         medians = await alternate({side: partial(self._once, case, of) for side, of in chosen.items()}, self.num_runs)
         self.best |= {f"{_row(case, phase)}.{side}": of[phase].name for side, of in chosen.items() for phase in PHASES}
         return {f"{_row(case, phase)}.{side}": medians[side][phase] for phase in PHASES for side in self.sides}
