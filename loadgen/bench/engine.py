@@ -40,7 +40,7 @@ TRIAL_WORK = 1e11  # chosen: parameters times prompt tokens, a few seconds of on
 QUICK = (Case(16, 2, 4),)
 SMALL_MODEL_PARAMETERS = 50_000_000  # chosen: below it what is not the forward pass decides, and vLLM is the bar
 SMALL_DECODE_BARS = {1: 1.2, 8: 1.2, 32: 1.0}  # the promise, by batch size, of vLLM's tokens/s
-# By kind of transformers' caches: the most bytes, chosen. A dynamic one is made anew at every step, a token longer, which leaves
+# By kind of transformers' caches: the most bytes, chosen. A dynamic one is made anew at every step, a token longer, and leaves
 # the heap in pieces: one of 0.3 GB, in a run of 128 steps, as many as a machine of 24 GB did not have (measured)
 CACHES: dict[CacheKind, float] = {"static": math.inf, "dynamic": 128e6}
 PHASES = ("prefill", "decode")
