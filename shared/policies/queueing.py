@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 NO_TARGET_FACTOR = 5.0  # without a target: so many times what it takes alone, as both papers' SLOs are
 NO_TARGET_SLACK_S = 10.0  # and at most this, chosen: nobody watches a cursor blink for longer
 LATE_FACTOR = 4.0  # chosen: who waits longer than this many targets has probably left
-MIN_SLACK_S = 0.5  # chosen: one that arrives too late already makes way for others, too, for LATE_FACTOR of these
+MIN_SLACK_S = 0.5  # chosen: one that arrives too late already makes way for others, too, for LATE_FACTOR of these at most
 
 
 class Queued(Protocol):
@@ -44,8 +44,9 @@ def by_slack(items: Sequence[Item], now_s: float) -> list[Item]:
 
     A request must begin work_s before it is due, and as long as it can still be in time, requests go by that last moment. One
     that can't any more makes way for those that can, but not for ever: until LATE_FACTOR times its slack after its arrival.
-    So what arrives after that (`overtaken_until_s`) never overtakes it, however large it is. Without a target, what is short
-    goes before what is long, for a time: a follow-up that is nearly all cached does not wait for somebody's new document.
+    So what arrives after that (`overtaken_until_s`) never overtakes it, however large it is; and a short one, for which others
+    hardly wait, hardly waits for them. Without a target, what is short goes before what is long, for a time: a follow-up that
+    is nearly all cached does not wait for somebody's new document.
     """
     return sorted(items, key=lambda item: _moment_s(item, now_s))
 
@@ -54,7 +55,7 @@ def overtaken_until_s(item: Queued) -> float:
     """What arrives later than this is always served after the item."""
     if item.slack_s is None:
         return item.arrived_at_s + _untargeted_s(item)
-    return item.arrived_at_s + LATE_FACTOR * max(item.slack_s, MIN_SLACK_S)
+    return item.arrived_at_s + LATE_FACTOR * max(item.slack_s, min(MIN_SLACK_S, NO_TARGET_FACTOR * item.work_s))
 
 
 def _moment_s(item: Queued, now_s: float) -> float:

@@ -39,6 +39,12 @@ def test_who_is_late_makes_way_for_who_is_not() -> None:
     assert names(by_slack([late, Item("b", 3.9, 1.0, 0.1)], 3.9)) == "ab", "but not for ever"
 
 
+def test_who_comes_late_makes_way_by_what_it_costs_others() -> None:
+    for work_s, expected in ((0.01, "ab"), (0.5, "ba")):
+        late = Item("a", 0.0, -1.0, work_s)
+        assert names(by_slack([late, Item("b", 0.5, 1.5, 0.5)], 0.5)) == expected, "until 0.2 s, or 2 s; b begins at 1.5 s"
+
+
 def test_without_targets_short_ones_go_first_for_a_time() -> None:
     document, follow_up = Item("d", 1.0, None, 2.0), Item("f", 2.0, None, 0.1)
     assert names(by_slack([document, follow_up], 3.0)) == "fd"
