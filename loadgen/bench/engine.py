@@ -7,6 +7,7 @@ and for decode, which are then measured in turn with those of the others.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -40,9 +41,10 @@ TRIAL_WORK = 1e11  # chosen: parameters times prompt tokens, a few seconds of on
 QUICK = (Case(16, 2, 4),)
 SMALL_MODEL_PARAMETERS = 50_000_000  # chosen: below it what is not the forward pass decides, and vLLM is the bar
 SMALL_DECODE_BARS = {1: 1.2, 8: 1.2, 32: 1.0}  # the promise, by batch size, of vLLM's tokens/s
-# By kind of transformers' caches: the most bytes, chosen. A dynamic one is made anew at every step, a token longer, and leaves
-# the heap in pieces: one of 0.3 GB, in a run of 128 steps, as many as a machine of 24 GB did not have (measured)
-CACHES: dict[CacheKind, float] = {"static": math.inf, "dynamic": 128e6}
+CACHES: tuple[CacheKind, ...] = ("static", "dynamic")
+# Of a cache, chosen. What is made anew at every step leaves the heap in pieces: with 0.3 GB, 128 steps of a dynamic cache, or
+# of bare passes with any, had more of them than a machine of 24 GB has memory (measured)
+MAX_PIECEMEAL_BYTES = 128e6
 PHASES = ("prefill", "decode")
 BLOCK_SLACK_TOKENS = 256  # the largest KV block: what a sequence can leave empty
 
@@ -71,12 +73,19 @@ class Variant:
     async def measure(self, case: Case, seed: int) -> dict[str, float]:
         """Tokens/s by phase."""
         torch.set_num_threads(self.num_threads)
+        _give_back_memory()
         timing = await self.side.run(case, seed)
         num_decoded = case.batch_size * (case.num_output_tokens - 1)
         return {
             "prefill": case.batch_size * case.num_prompt_tokens / timing.prefill_s,
             "decode": num_decoded / max(timing.decode_s, 1e-9),
         }
+
+
+def _give_back_memory() -> None:
+    """What torch has freed: a gigabyte after some runs (measured)."""
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # glibc
+        libc.malloc_trim(0)
 
 
 Sides = dict[str, list[Variant]]
@@ -134,7 +143,8 @@ def _torch_sides(checkpoint: Checkpoint, cases: Sequence[Case], plan: Plan) -> t
     threads = _thread_counts(plan)
 
     def cached(side: GenerateSide | ForwardSide, num_threads: int) -> Variant:
-        most_tokens = CACHES[side.cache] / _kv_token_bytes(checkpoint)
+        is_whole = isinstance(side, GenerateSide) and side.cache == "static"
+        most_tokens = math.inf if is_whole else MAX_PIECEMEAL_BYTES / _kv_token_bytes(checkpoint)
         return Variant(f"{num_threads} threads, {side.cache} cache", side, num_threads, most_tokens)
 
     sides: Sides = {
@@ -187,10 +197,10 @@ class _Contest:
         """Tokens/s as ROW.SIDE."""
         tell(f"{case.batch_size} prompts of {case.num_prompt_tokens} tokens ...")
         able = {side: [variant for variant in variants if variant.can(case)] for side, variants in self.sides.items()}
-        chosen = {side: await self._best_variants(case, variants) for side, variants in able.items()}
+        chosen = {side: await self._best_variants(case, variants) for side, variants in able.items() if variants}
         medians = await alternate({side: partial(self._once, case, of) for side, of in chosen.items()}, self.num_runs)
         self.best |= {f"{_row(case, phase)}.{side}": of[phase].name for side, of in chosen.items() for phase in PHASES}
-        return {f"{_row(case, phase)}.{side}": medians[side][phase] for phase in PHASES for side in self.sides}
+        return {f"{_row(case, phase)}.{side}": medians[side][phase] for phase in PHASES for side in chosen}
 
     async def _once(self, case: Case, chosen: Mapping[str, Variant]) -> Mapping[str, float]:
         """Each phase with the variant that is best for it."""
