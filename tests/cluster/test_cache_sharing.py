@@ -24,6 +24,7 @@ PICTURE_WORK = ("pictures_decoded", "pixel_transfers", "images_encoded")
 NONE = dict.fromkeys(PICTURE_WORK, 0)
 WARM_WITHIN_S = 20.0  # chosen: what holders tell reaches the index in milliseconds, unless the machine is busy
 NUM_PICTURES = 3
+MAX_COMMON_TOKENS = 32  # what the template puts before every message, in whole blocks: other tests asked without a salt, too
 
 
 def conversation(rng: random.Random) -> Case:
@@ -87,7 +88,8 @@ async def test_pictures_are_worked_on_once_for_each_tenant(cluster: Cluster, ref
         client = Client(http, cluster.url, [beat.http_url for beat in watch.living().values() if beat.http_url], reference)
         for tenant in ("tenant-one", "tenant-two", ""):
             answer, work = await client.work_for(case, cache_salt=tenant)
-            assert (num_cached(answer), work) == (0, everything), f"{tenant} gets what others asked for"
+            assert work == everything, f"{tenant} gets what others asked for"
+            assert num_cached(answer) <= (0 if tenant else MAX_COMMON_TOKENS), f"{tenant} gets what others asked for"
             again = await client.once_known(case, cache_salt=tenant)
             assert prompts - 16 <= num_cached(again) < prompts, "all but the last block, or token"
             later = await client.once_known(next_turn(case, answer.text), cache_salt=tenant)
