@@ -15,6 +15,7 @@ from triptych.services.decode.hand_over import MAX_UNDER_WAY
 from triptych.shared.messages import InstanceId, Lost, PrefillReply, PrefillRequest, ReleaseRequest, RequestId
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7]
+STEP_S = 0.001  # of decode engines: an output of a hundred tokens takes many times as long as to ask for its hand-over
 
 
 async def start(decodes: int = 2, engine: FakeEngine | None = None, **settings: Any) -> FakeCluster:
@@ -22,7 +23,9 @@ async def start(decodes: int = 2, engine: FakeEngine | None = None, **settings: 
     cluster = FakeCluster(**settings)
     await cluster.start("p", ["prefill"], FakeEngine(400))
     for i in range(decodes):
-        await cluster.start(f"d{i}", ["decode"], engine if i == 0 and engine else FakeEngine(200))
+        decoding = engine if i == 0 and engine else FakeEngine(200)
+        decoding.step_time_s = STEP_S
+        await cluster.start(f"d{i}", ["decode"], decoding)
     return cluster
 
 
@@ -64,7 +67,7 @@ async def test_from_hand_to_hand() -> None:
 
 async def test_its_blocks_are_known_where_it_was_and_where_it_went() -> None:
     cluster = await start(policy="triptych")
-    request, reply = await begin(cluster, "r", 40)
+    request, reply = await begin(cluster, "r", 100)
     await cluster.hand_over("d0")
     await cluster.handed_over("r")
     num_moved = len(PROMPT) + len(cluster.stream("r").token_ids)  # the last one was not computed yet
@@ -73,7 +76,7 @@ async def test_its_blocks_are_known_where_it_was_and_where_it_went() -> None:
     await cluster.until_at_rest("d0")
     await cluster.until_at_rest("d1")
     assert cluster.hosts[InstanceId("d0")].pool.num_cached == num_moved // 4
-    assert cluster.hosts[InstanceId("d1")].pool.num_cached == (len(PROMPT) + 39) // 4
+    assert cluster.hosts[InstanceId("d1")].pool.num_cached == (len(PROMPT) + 99) // 4
     await cluster.stop()
 
 
