@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from triptych.loadgen.bench import keeping_up
 from triptych.loadgen.bench.measured_cluster import measured_cluster
-from triptych.loadgen.bench.policy import MODEL, Found, Part, PolicyBench, Scale, conditions_of
+from triptych.loadgen.bench.policy_replays import MODEL, Found, Part, PolicyBench, Scale, conditions_of
 from triptych.loadgen.bench.report import Bar, Report
 from triptych.loadgen.bench.runner import BenchFailed, Plan, tell
 from triptych.loadgen.bench.service_counters import heartbeats
@@ -81,7 +81,7 @@ async def bench_autoscale(plan: Plan) -> Report:
     scale = QUICK if plan.is_quick else FULL
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
-        alone = PolicyBench(Scale({TIDES: Part(1.0, ALONE_S)}, scale.time_scale, scale.seeds), Path(folder))
+        alone = PolicyBench(Scale({TIDES: Part(1.0, ALONE_S)}, scale.time_scale, scale.seeds, (ALONE.policy,)), Path(folder))
         async with _cluster(alone, ALONE) as cluster:
             await alone.replay_all("alone", *cluster)
         bench = PolicyBench(scale, Path(folder), alone.isolated)

@@ -29,6 +29,10 @@ Quick = Annotated[bool, typer.Option("--quick", help="tiny sizes, one run, no ba
 AsJson = Annotated[bool, typer.Option("--json", help="one JSON object as the last line")]
 Model = Annotated[str, typer.Option(help=f"a checkpoint's folder, or one to be made: {', '.join(KINDS)}")]
 
+RealModel = Annotated[
+    str | None, typer.Option(help="a checkpoint, as for latency: a smaller run on a real engine instead, without bars")
+]
+
 
 def finish(measuring: Coroutine[Any, Any, Report], as_json: bool) -> None:
     """Measure, show, and exit: 1 when a bar does not hold, 2 when it could not be measured."""
@@ -126,19 +130,27 @@ def migration_command(model: Model = "bench", runs: Runs = 15, quick: Quick = Fa
 
 
 @bench.command("policy")
-def policy_command(quick: Quick = False, as_json: AsJson = False) -> None:
+def policy_command(model: RealModel = None, quick: Quick = False, as_json: AsJson = False) -> None:
     """Policy sets on eight emulated instances each: text during bursts of pictures, goodput, hardly any pictures."""
-    from triptych.loadgen.bench.policy import bench_policy
 
-    finish(bench_policy(Plan(is_quick=quick)), as_json)
+    async def measuring() -> Report:
+        from triptych.loadgen.bench.policy import bench_policy
+
+        return await bench_policy(Plan(is_quick=quick), None if model is None else checkpoint_folder(model))
+
+    finish(measuring(), as_json)
 
 
 @bench.command("elastic")
-def elastic_command(quick: Quick = False, as_json: AsJson = False) -> None:
+def elastic_command(model: RealModel = None, quick: Quick = False, as_json: AsJson = False) -> None:
     """Policy sets that move their instances beside fixed splits of eight: a day in an hour of measuring, a steady mix."""
-    from triptych.loadgen.bench.elastic import bench_elastic
 
-    finish(bench_elastic(Plan(is_quick=quick)), as_json)
+    async def measuring() -> Report:
+        from triptych.loadgen.bench.elastic import bench_elastic
+
+        return await bench_elastic(Plan(is_quick=quick), None if model is None else checkpoint_folder(model))
+
+    finish(measuring(), as_json)
 
 
 @bench.command("autoscale")

@@ -20,7 +20,7 @@ from typing import Any
 
 from triptych.loadgen.bench import keeping_up
 from triptych.loadgen.bench.measured_cluster import measured_cluster
-from triptych.loadgen.bench.policy import MODEL, SEEDS, Part, PolicyBench, Scale, conditions_of
+from triptych.loadgen.bench.policy_replays import SEEDS, Part, PolicyBench, Scale, conditions_of
 from triptych.loadgen.bench.report import Bar, Report
 from triptych.loadgen.bench.runner import BenchFailed, Plan
 
@@ -33,6 +33,9 @@ ASK_TIMEOUT_S = 120.0  # chosen: a machine that has just emulated eight GPUs
 # The first minute of `bursts` is steady. Rates chosen so that the day's peaks are about what eight instances can do
 FULL = Scale({DAY: Part(1.5, 1440.0), STEADY: Part(1.0, 60.0)}, 6.0, SEEDS, (*SPLITS, *MIN_RATIOS))
 QUICK = Scale({DAY: Part(1.0, 120.0)}, 10.0, SEEDS[:1], (SPLITS[1], "triptych"))
+TORCH_RATE = 2.0  # chosen
+TORCH = {DAY: Part(TORCH_RATE, 180.0, abridged=8.0)}
+QUICK_TORCH = {DAY: Part(1.0, 10.0, abridged=144.0)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,23 +68,25 @@ class Moves:
         yield "num_switches_taken_back", self.num_returns
 
 
-async def bench_elastic(plan: Plan) -> Report:
-    """Replay both workloads against a cluster of each set.
+async def bench_elastic(plan: Plan, model: Path | None = None) -> Report:
+    """Replay both workloads against a cluster of each set; with a checkpoint, the day on a real engine, without bars.
 
     Raises:
         BenchFailed, ClusterFailed: something didn't start, or a replay did not come to its end.
     """
     scale = QUICK if plan.is_quick else FULL
+    if model is not None:
+        scale = scale.on_torch(model, QUICK_TORCH if plan.is_quick else TORCH)
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         bench = PolicyBench(scale, Path(folder))
         for policy in scale.policies:
-            async with measured_cluster(MODEL, bench.options(policy)) as (info, http):
+            async with measured_cluster(scale.engine.model, bench.options(policy)) as (info, http):
                 found = await bench.replay_all(policy, info, http)
                 moves = Moves.of(await _decisions(str(info["nats_url"])), scale.time_scale)
             of_workloads = ((f"{workload}_{name}", value) for workload, one in found.items() for name, value in one.figures())
             figures |= {f"{name}.{policy}": value for name, value in itertools.chain(of_workloads, moves.figures())}
-    promised = {} if plan.is_quick else bars(figures) | keeping_up.bar(figures)
+    promised = {} if plan.is_quick or model else bars(figures) | keeping_up.bar(figures)
     return Report("elastic", conditions_of(scale, plan), figures, promised)
 
 

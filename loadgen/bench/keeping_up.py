@@ -18,6 +18,7 @@ from triptych.loadgen.bench.service_counters import gauge, heartbeats
 from triptych.shared.messages import InstanceId
 
 LOST = "triptych_emulation_lost_seconds"
+MEASURED = ("emulated", "router")
 # Chosen: policies are told apart by 2 to 3 per cent. What is lost makes one instance slower, and the worst one counts here
 MAX_LOST_SHARE = 0.03
 
@@ -34,9 +35,9 @@ class Reading:
 @dataclass(frozen=True, slots=True)
 class Effort:
     """From one moment to another. lost_share: the share of the time that steps ended late by, at the instance that is worst
-    off. busy_cores: by process."""
+    off; None where nothing is emulated. busy_cores: by process."""
 
-    lost_share: float
+    lost_share: float | None
     busy_cores: Mapping[str, float]
 
     @classmethod
@@ -44,12 +45,13 @@ class Effort:
         passed_s = after.at_s - before.at_s
         lost_s = [value - before.lost_s.get(id_, 0.0) for id_, value in after.lost_s.items()]
         busy = {name: (value - before.cpu_s.get(name, 0.0)) / passed_s for name, value in after.cpu_s.items()}
-        return cls(max(lost_s, default=0.0) / passed_s, busy)
+        return cls(max(lost_s) / passed_s if lost_s else None, busy)
 
 
 def figures(efforts: Sequence[Effort]) -> Iterator[tuple[str, float]]:
     """Of several replays: the worst of each."""
-    yield "emulation_lost_share", max(effort.lost_share for effort in efforts)
+    if lost_shares := [effort.lost_share for effort in efforts if effort.lost_share is not None]:
+        yield "emulation_lost_share", max(lost_shares)
     for name in efforts[0].busy_cores:
         yield f"busy_cores_{name}", max(effort.busy_cores.get(name, 0.0) for effort in efforts)
 
@@ -70,9 +72,9 @@ class Effortmeter:
 
     async def read(self) -> Reading:
         beats = await heartbeats(self._info["nats_url"])
-        emulated = [beat for beat in beats if beat.service == "instance"]
+        pids = {name: pid for name in MEASURED if (pid := self._info["pids"].get(f"{name}-0"))} | {"loadgen": os.getpid()}
+        emulated = [beat for beat in beats if beat.service == "instance" and "emulated" in pids]
         lost_s = {beat.instance_id: await gauge(self._http, beat.http_url, LOST) for beat in emulated}
-        pids = {name: self._info["pids"][f"{name}-0"] for name in ("emulated", "router")} | {"loadgen": os.getpid()}
         return Reading(time.monotonic(), lost_s, {name: _cpu_s(pid) for name, pid in pids.items()})
 
 

@@ -70,6 +70,19 @@ def test_policy() -> None:
 
 
 @pytest.mark.long
+def test_policy_on_a_real_engine(tiny_checkpoint: Path) -> None:
+    report = quick("policy", "--model", str(tiny_checkpoint))
+    assert sides_of(report, "bursts_goodput_own_scaled_per_s") == {"monolith", "triptych"}
+    assert not any("emulation_lost_share" in name for name in report["figures"])
+
+
+@pytest.mark.long
+def test_elastic_on_a_real_engine(tiny_checkpoint: Path) -> None:
+    report = quick("elastic", "--model", str(tiny_checkpoint))
+    assert sides_of(report, "day_goodput_own_scaled_per_s") == {"split_equal", "triptych"}
+
+
+@pytest.mark.long
 def test_autoscale() -> None:
     report = quick("autoscale")
     assert sides_of(report, "gpu_seconds") == {"triptych", "monolith"}

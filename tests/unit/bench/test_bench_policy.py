@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import pytest
 
-from triptych.loadgen.bench.policy import IMAGE_BURSTS_S, POLICIES, _bars, percentile
+from triptych.loadgen.bench.policy import POLICIES, _bars
+from triptych.loadgen.bench.policy_replays import BURSTS, IMAGE_BURSTS_S, Part, PolicyBench, Scale, percentile
 from triptych.loadgen.synth.workload import load_workload
 
 
@@ -26,3 +30,19 @@ def test_bars_compare_each_set_with_the_one_below() -> None:
     assert {name for name, bar in bars.items() if not bar.holds} == {"image_light_triptych_to_monolith"}
     assert bars["goodput_triptych_to_modserve"].value == pytest.approx(4 / 3)
     assert bars["text_p99_in_bursts_triptych_to_monolith"].value == 0.25
+
+
+def test_an_abridged_workload_has_the_same_shape_in_less_time(tmp_path: Path) -> None:
+    parts = {"whole": Part(2.0, 180.0), "abridged": Part(2.0, 18.0, abridged=10.0)}
+    times_s = {}
+    for name, part in parts.items():
+        bench = PolicyBench(Scale({BURSTS: part}, 1.0, (1,), POLICIES), tmp_path)
+        times_s[name] = [row.arrival_s for row in bench._trace(BURSTS, 1).rows]
+    assert len(times_s["abridged"]) == pytest.approx(len(times_s["whole"]) / 10, rel=0.15)
+    assert max(times_s["abridged"]) < 18.0
+    shares = {name: share_in_bursts([at_s * parts[name].abridged for at_s in at]) for name, at in times_s.items()}
+    assert shares["abridged"] == pytest.approx(shares["whole"], abs=0.07)
+
+
+def share_in_bursts(times_s: Sequence[float]) -> float:
+    return sum(any(begin_s <= at_s < end_s for begin_s, end_s in IMAGE_BURSTS_S) for at_s in times_s) / len(times_s)

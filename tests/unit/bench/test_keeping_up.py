@@ -26,3 +26,8 @@ def test_one_replay_that_was_not_kept_up_with_is_enough(is_kept_up: bool) -> Non
     assert found == {"bursts_emulation_lost_share.monolith": worst, "bursts_busy_cores_router.monolith": 0.3}
     [held] = bar(found | {"day_emulation_lost_share.triptych": 0.0, "num_failed.triptych": 7.0}).values()
     assert held.holds is is_kept_up
+
+
+def test_where_nothing_is_emulated_nothing_is_lost_and_nothing_said_of_it() -> None:
+    effort = Effort.between(Reading(0.0, {}, {"router": 1.0}), Reading(10.0, {}, {"router": 2.0}))
+    assert dict(figures([effort])) == {"busy_cores_router": 0.1}
