@@ -64,7 +64,7 @@ def host_context(frame: ServiceContext, parts: HostParts, tasks: RequestTasks) -
     policies = policy_set(parts.settings.policy)
     kv = KvBlocks(engine, transport)
     embeddings_bytes = parts.settings.embedding_cache_bytes if policies.cache.keeps_embeddings else 0
-    frame.registry.on_lost(transport.forget_peer)
+    frame.on_lost(transport.forget_peer)
 
     async def peer_address(instance_id: InstanceId) -> TransportAddress | None:
         heartbeat = await frame.registry.find(instance_id)

@@ -52,7 +52,7 @@ def run_fleet(process_id: InstanceId, settings: Settings, members: Members, make
     configure_logs(settings, process_id)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_run(process_id, settings, members, make_more))
+            return runner.run(live_together(process_id, settings, members, make_more))
     except TriptychError as error:
         _log.error(f"could not start: {error.message}", code=error.code)
         return 1
@@ -66,7 +66,8 @@ def _allow_files(count: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-async def _run(process_id: InstanceId, settings: Settings, members: Members, make_more: MakeMore) -> int:
+async def live_together(process_id: InstanceId, settings: Settings, members: Members, make_more: MakeMore) -> int:
+    """As run_fleet, in a running event loop. Raises TriptychError: there is no bus."""
     bind_host = resolve_host(settings.bind_host)
     bus = await Bus.connect(settings.nats_url, process_id)
     try:

@@ -118,6 +118,10 @@ class Registry:
         """callback runs once for each instance that was lost, left, or went silent, also for one never heard of."""
         self._lost_callbacks.append(callback)
 
+    def off_lost(self, callback: Callable[[InstanceId], None]) -> None:
+        """It runs no more, and is let go of."""
+        self._lost_callbacks.remove(callback)
+
     async def wait_ready(
         self, timeout_s: float, *, service: Service | None = None, role: Role | None = None
     ) -> list[Heartbeat]:

@@ -90,13 +90,14 @@ async def _run(name: str, settings: Settings, service: ServiceApp, instance_id: 
 
 class Pulse:
     """What a process does once, however many services it runs: hears the others, forgets the silent, measures itself.
+    num_services: that it starts with.
     pss_bytes: of the process and those that it started, shared out among its services."""
 
     def __init__(self, bus: Bus, registry: Registry, interval_s: float, num_services: int = 1) -> None:
         self._bus = bus
         self._registry = registry
         self._interval_s = interval_s
-        self._num_services = num_services
+        self._num_services = self._num_starting = num_services
         self._pss_at_s = -PSS_INTERVAL_S
         self.pss_bytes = 0
         self.loop_lag_s = 0.0
@@ -108,6 +109,14 @@ class Pulse:
         for subject in (HEARTBEAT_SUBJECT, LOST_SUBJECT):
             await self._bus.listen(subject, lambda event: self._registry.on_event(event, time.monotonic()))
         await self._refresh_pss()
+
+    def on_started(self) -> None:
+        """Of each service. What start-up made stays: the collector's looking at it again would be a tenth of a router's work.
+        What is made for services that come later ends with them."""
+        self._num_starting -= 1
+        if self._num_starting == 0:
+            gc.collect()
+            gc.freeze()
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -168,7 +177,7 @@ class ServiceHost:
         watch_process(self.context.metrics, self)
         add_probes(app, lambda: self._lifecycle.state, self.context.instance_id, self.context.metrics)
         server = make_server(gate_until_started(app, lambda: self._lifecycle.state))
-        self.context.registry.on_lost(self._on_lost)
+        self.context.on_lost(self._on_lost)
         async with asyncio.TaskGroup() as tasks:
             serving = tasks.create_task(server.serve(sockets=[listener]), name="http")
             beating = tasks.create_task(self._beat_forever(), name="heartbeat")
@@ -178,6 +187,7 @@ class ServiceHost:
             beating.cancel()
             await self._leave(server, exit_code)
             await serving
+        self.context.leave_registry()
         return exit_code
 
     def _on_signal(self) -> None:
@@ -215,8 +225,7 @@ class ServiceHost:
         if self._lifecycle.state == "starting":
             self._lifecycle.state = "ready"
         await self._beat()
-        gc.collect()
-        gc.freeze()  # what start-up made stays: looking at it again would be a tenth of a router's work
+        self._pulse.on_started()
         _log.info("ready", instance_id=self.context.instance_id, url=self.context.http_url)
         return None
 

@@ -103,6 +103,17 @@ class ServiceContext:
     metrics: CollectorRegistry = field(default_factory=CollectorRegistry)
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     announce: Callable[[], Awaitable[None]] = _unheard
+    _lost_callbacks: list[Callable[[InstanceId], None]] = field(default_factory=list)
+
+    def on_lost(self, callback: Callable[[InstanceId], None]) -> None:
+        """As Registry.on_lost, as long as this service lives: others of its process may outlive it."""
+        self.registry.on_lost(callback)
+        self._lost_callbacks.append(callback)
+
+    def leave_registry(self) -> None:
+        """The service has ended: its callbacks run no more, and nothing of it is kept for them."""
+        while self._lost_callbacks:
+            self.registry.off_lost(self._lost_callbacks.pop())
 
     @property
     def is_draining(self) -> bool:

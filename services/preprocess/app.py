@@ -90,7 +90,7 @@ class PreprocessService:
         self._metrics = PreprocessMetrics(context.metrics)
         context.metrics.register(IndexMetrics(self._index.counters))
         self._transport = await open_transport(context)
-        context.registry.on_lost(self._transport.forget_peer)
+        context.on_lost(self._transport.forget_peer)
         uploads = Uploads(
             self._tasks, self._store, settings.request_timeout_s, self._preprocess, self._lease_blob, self._refuse_new
         )

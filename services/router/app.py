@@ -97,7 +97,7 @@ class RouterService:
         dispatcher = Dispatcher(context.registry, book, self._settings.stage_wait_s)
         streams = TokenStreams()
         for on_lost in (dispatcher.on_lost, streams.on_lost, book.on_lost):
-            context.registry.on_lost(on_lost)
+            context.on_lost(on_lost)
         await context.bus.listen(stream_subject(context.instance_id), streams.on_event)
         releases = Releases(context.bus)
         context.bus.on_reconnected(releases.on_reconnected)
