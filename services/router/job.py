@@ -20,7 +20,10 @@ from triptych.services.router.uploads import Uploader
 from triptych.shared.bus import Bus
 from triptych.shared.image_info import ImageInfo
 from triptych.shared.messages import InstanceId, RequestId
+from triptych.shared.policies.transfers import Transfers
 from triptych.shared.sampling_params import SamplingParams
+
+MAX_GIVEN_UP = 8  # chosen: of one piece of work; roles change some times a minute, what ends instances must not go on
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,3 +96,4 @@ class Parts:
     limits: Limits
     release: Callable[[RequestId, Collection[InstanceId]], None]
     demand: DemandCounter
+    transfers: Transfers

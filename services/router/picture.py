@@ -13,10 +13,11 @@ from triptych.shared.policies.sharding import Share
 
 @dataclass(slots=True, eq=False)
 class Tries:
-    """at: where something went last; lost_at: where its tries ended."""
+    """at: where something went last; lost_at: where its tries ended. num_given_up: with a role, while the instance lives."""
 
     at: InstanceId | None = None
     lost_at: list[InstanceId] = field(default_factory=list)
+    num_given_up: int = 0
 
 
 @dataclass(slots=True, eq=False)

@@ -12,12 +12,13 @@ from typing import TypeVar
 import structlog
 
 from triptych.services.router.dispatch import Work
+from triptych.services.router.job import MAX_GIVEN_UP
 from triptych.services.router.load_book import InstanceView
 from triptych.services.router.media_gate import STORE_FULL
 from triptych.services.router.picture import Picture, Tries
 from triptych.services.router.routing import Choose
 from triptych.services.router.stage_calls import StageCalls
-from triptych.shared.errors import CACHE_MISS, BadRequest, InstanceLost, InternalError, Overloaded, TriptychError
+from triptych.shared.errors import CACHE_MISS, GIVEN_UP, BadRequest, InstanceLost, InternalError, Overloaded, TriptychError
 from triptych.shared.messages import Heartbeat, PreprocessReply, PreprocessRequest, TensorRef
 from triptych.shared.policies.routing import Choice, choose_preprocess
 
@@ -111,7 +112,7 @@ class PictureStages:
             raise InstanceLost("a stage had no room for the request's pictures", code=STORE_FULL) from error
 
     def note_lost(self, picture: Picture, tries: Tries, error: InstanceLost) -> None:
-        """Returns when another try is due.
+        """Returns when another try is due. One that ended with its instance's role is nobody's failure.
 
         Raises:
             InstanceLost: the whole attempt is to be made again.
@@ -119,17 +120,22 @@ class PictureStages:
         """
         if error.code in WHOLE_ATTEMPT or self.calls.routes.is_coupled:
             raise error
-        if tries.at is not None:
+        if error.code == GIVEN_UP:
+            tries.num_given_up += 1
+        elif tries.at is not None:
             tries.lost_at.append(tries.at)
         _log.info("a picture goes again", request_id=self.calls.request_id, picture=picture.index, code=error.code, at=tries.at)
-        if len(tries.lost_at) >= self.calls.parts.limits.max_attempts:
+        if self._is_lost_too_often(tries) or tries.num_given_up >= MAX_GIVEN_UP:
             raise self._given_up(picture, tries) from error
+
+    def _is_lost_too_often(self, tries: Tries) -> bool:
+        return len(tries.lost_at) >= self.calls.parts.limits.max_attempts
 
     def _given_up(self, picture: Picture, tries: Tries) -> TriptychError:
         """As of a whole request (see retry.py): what ended an instance each time is not tried again."""
         name = f"image {picture.index + 1} of the request"
         error: TriptychError = Overloaded(f"what was held for {name} got lost on every attempt; try again later")
-        if all(map(self.calls.parts.dispatcher.has_ended, tries.lost_at)):
+        if self._is_lost_too_often(tries) and all(map(self.calls.parts.dispatcher.has_ended, tries.lost_at)):
             error = InternalError(f"{name} failed on every attempt")
         error.param = picture.source.param
         return error

@@ -9,7 +9,7 @@ from contextlib import aclosing
 import structlog
 
 from triptych.services.router.attempt import AttemptRun
-from triptych.services.router.job import Job, Parts
+from triptych.services.router.job import MAX_GIVEN_UP, Job, Parts
 from triptych.services.router.media_gate import STORE_FULL
 from triptych.services.router.record import RequestRecord
 from triptych.services.router.routing import Routes
@@ -17,8 +17,6 @@ from triptych.services.router.stage_calls import StageCalls
 from triptych.services.router.token_streams import Tokens
 from triptych.shared.errors import CACHE_MISS, GIVEN_UP, InstanceLost, InternalError, Overloaded, TriptychError
 from triptych.shared.policies.groups import group_of_request
-
-MAX_GIVEN_UP = 8  # chosen: of one request's attempts; roles change some times a minute, what ends instances must not go on
 
 _log = structlog.get_logger(__name__)
 

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from support.fake_stages import ANSWER, FakeStage, World, events, picture, text_of, words
-from triptych.services.router import retry, text_stages
+from triptych.services.router import text_stages
+from triptych.services.router.job import MAX_GIVEN_UP
 from triptych.shared.engine.role import given_up
 from triptych.shared.errors import InstanceLost, Overloaded
-from triptych.shared.messages import Accepted, DecodeRequest, PrefillRequest
+from triptych.shared.messages import Accepted, DecodeRequest, EncodeRequest, Message, PrefillRequest
 from triptych.shared.token_bytes import BYTES_PER_TOKEN, pack_tokens, unpack_tokens
 from triptych.shared.wire import MAX_PAYLOAD_BYTES
 
@@ -191,15 +192,31 @@ async def test_roles_that_end_are_no_failures_of_the_request(world: World, strea
     assert len(decode.seen) == world.settings.max_attempts + 3
 
 
-async def test_one_that_is_always_given_up_ends(world: World) -> None:
-    stages = world.add_all()
+async def test_nor_are_they_of_a_picture(world: World) -> None:
+    """It alone goes again."""
+    encoder, max_attempts = world.add_all()["encoder"], world.settings.max_attempts
+
+    async def give_up(request: EncodeRequest) -> Message:
+        if len(encoder.seen) <= max_attempts + 2:
+            raise given_up()
+        return await encoder.default(request)
+
+    encoder.hooks[EncodeRequest] = give_up
+    response = await world.ask([picture("a"), words()], headers=TRACED)
+    assert answer_of(response, stream=False) == ANSWER
+    assert (len(encoder.seen), response.json()["triptych"]["attempts"]) == (max_attempts + 3, 1)
+
+
+@pytest.mark.parametrize(("stage", "kind"), [("encoder", EncodeRequest), ("prefill", PrefillRequest)])
+async def test_one_that_is_always_given_up_ends(world: World, stage: str, kind: type[Message]) -> None:
+    chosen = world.add_all()[stage]
 
     async def give_up(_request: Any) -> Any:
         raise given_up()
 
-    stages["prefill"].hooks[PrefillRequest] = give_up
-    response = await world.ask()
-    assert (response.status_code, len(stages["prefill"].seen)) == (503, retry.MAX_GIVEN_UP)
+    chosen.hooks[kind] = give_up
+    response = await world.ask([picture("a"), words()])
+    assert (response.status_code, len(chosen.seen)) == (503, MAX_GIVEN_UP)
 
 
 async def test_what_was_handed_over_waits_for_room_until_its_deadline(toy_checkpoint: Path) -> None:
