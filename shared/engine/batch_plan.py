@@ -83,11 +83,11 @@ def _plan_groups(
 ) -> list[AttentionPart]:
     """Single tokens in a row, each the last one of its context; longest context first."""
     parts: list[AttentionPart] = []
-    for group in _groups(singles, num_ctx):
+    for number, group in enumerate(_groups(singles, num_ctx)):
         begin, num_group_ctx = parts[-1].end if parts else 0, [num_ctx[i] for i in group]
         tables = [chunks[i].sequence.block_table for i in group]
         if paged is not None:
-            parts.append(AttentionPart(begin, begin + len(group), True, paged.group(tables, num_group_ctx), None))
+            parts.append(AttentionPart(begin, begin + len(group), True, paged.group(tables, num_group_ctx, number), None))
         else:
             context, mask = kv.context(tables, num_group_ctx[0]), _group_mask(num_group_ctx, kv)
             parts.append(AttentionPart(begin, begin + len(group), True, context, mask))

@@ -46,6 +46,14 @@ class PagedGroup:
         return output.view(len(query_BNH), -1)
 
 
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """As KvCache.first_rows, of one group as it was last: [B, C tokens of capacity]. tables: what they were made of."""
+
+    tables: list[list[int]]
+    rows_BC: torch.Tensor
+
+
 class PagedGroups:
     """Plans groups over a cache that lies on the CPU in float32, of a model with so many query heads. keys_HX, values_XH: of
     each layer, where one index finds a token's key in the one and its value in the other."""
@@ -53,17 +61,16 @@ class PagedGroups:
     def __init__(self, kv: KvCache, num_heads: int) -> None:
         self._kv = kv
         self._row_of_head_N1 = (torch.arange(num_heads) * kv.num_kv_heads // num_heads * kv.block_size)[:, None]
-        self._tables: list[list[int]] = []
-        self._rows_BC = torch.empty(0, 0, dtype=torch.int64)
+        self._kept: dict[int, _Rows] = {}
         self.keys_HX = [rows.t() for rows in kv.rows]
         self.values_XH = [rows[kv.num_kv_heads * kv.block_size :] for rows in kv.rows]
         with warnings.catch_warnings():  # told once in a process: sparse CSR tensors are in beta
             warnings.simplefilter("ignore")
             torch.sparse_csr_tensor([0, 1], [0], [0.0], (1, 1))
 
-    def group(self, tables: Seq[list[int]], num_ctx: list[int]) -> PagedGroup:
-        """Longest context first."""
-        mask, rows_BS = None, self._first_rows(tables, num_ctx[0])
+    def group(self, tables: Seq[list[int]], num_ctx: list[int], number: int = 0) -> PagedGroup:
+        """Longest context first. number: of the group among those of its pass."""
+        mask, rows_BS = None, self._first_rows(number, tables, num_ctx[0])
         if num_ctx[-1] < num_ctx[0]:
             index_S, last_B1 = torch.arange(num_ctx[0]), torch.tensor(num_ctx)[:, None] - 1
             # padded with a sequence's own last token: a masked NaN still spreads, and must not come from another request
@@ -76,14 +83,15 @@ class PagedGroups:
         weights = pattern.values()
         return PagedGroup(self, pattern, rows, ends[:-1], weights.view(rows_BNS.shape), weights, mask)
 
-    def _first_rows(self, tables: Seq[list[int]], num_tokens: int) -> torch.Tensor:
-        """As KvCache.first_rows. Most are as they were a step ago, and kept: [B, C tokens of capacity]."""
-        if len(tables) != len(self._tables) or num_tokens > self._rows_BC.shape[1]:
-            self._tables = [[] for _ in tables]
-            self._rows_BC = torch.empty(len(tables), num_tokens + _SPARE_TOKENS, dtype=torch.int64)
-        changed = [i for i, table in enumerate(tables) if table != self._tables[i]]
+    def _first_rows(self, number: int, tables: Seq[list[int]], num_tokens: int) -> torch.Tensor:
+        """Most are as they were a step ago."""
+        kept = self._kept.get(number)
+        if kept is None or len(tables) != len(kept.tables) or num_tokens > kept.rows_BC.shape[1]:
+            rows_BC = torch.empty(len(tables), num_tokens + _SPARE_TOKENS, dtype=torch.int64)
+            kept = self._kept[number] = _Rows([[] for _ in tables], rows_BC)
+        changed = [i for i, table in enumerate(tables) if table != kept.tables[i]]
         if changed:
-            self._rows_BC[changed] = self._kv.first_rows([tables[i] for i in changed], self._rows_BC.shape[1])
+            kept.rows_BC[changed] = self._kv.first_rows([tables[i] for i in changed], kept.rows_BC.shape[1])
             for i in changed:
-                self._tables[i] = tables[i].copy()
-        return self._rows_BC[:, :num_tokens]
+                kept.tables[i] = tables[i].copy()
+        return kept.rows_BC[:, :num_tokens]

@@ -159,6 +159,27 @@ def test_blocks_that_were_exchanged_between_two_steps_are_seen() -> None:
         assert torch.equal(groups.group(some, num_ctx).rows, expected)
 
 
+def test_rows_of_several_groups_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only those of a sequence whose blocks have changed are laid out anew."""
+    kv = KvCache((1, 400, 2, NUM_KV_HEADS, 4, HEAD_SIZE), torch.float32, torch.device("cpu"))
+    made: list[list[list[int]]] = []
+    first_rows = kv.first_rows
+
+    def counted(tables: list[list[int]], num_tokens: int) -> torch.Tensor:
+        made.append([table.copy() for table in tables])
+        return first_rows(tables, num_tokens)
+
+    monkeypatch.setattr(kv, "first_rows", counted)
+    paged = PagedGroups(kv, NUM_HEADS)
+    sequences = [decoding(list(range(200)), 790), decoding([210, 211], 6), decoding([220, 221], 5)]
+    for _ in range(2):
+        assert len(plan_batch([Chunk(one, 1) for one in sequences], kv, paged).parts) == 2
+    assert len(made) == 2
+    sequences[1].block_table.append(212)
+    plan_batch([Chunk(one, 1) for one in sequences], kv, paged)
+    assert made[2:] == [[[210, 211, 212]]]
+
+
 def test_the_cache_takes_memory_only_where_it_is_written() -> None:
     process = psutil.Process()
     before = process.memory_info().rss
