@@ -209,7 +209,7 @@ def _row(beat: Heartbeat) -> tuple[str, ...]:
         beat.state,
         str(sum(load.num_waiting for load in beat.loads)),
         str(sum(load.num_running for load in beat.loads)),
-        "/".join(str(load.num_pending_tokens) for load in beat.loads) or "-",
+        _pending_tokens(beat),
         f"{held.num_free_blocks}/{held.num_blocks}" if has_kv else "-",
         str(held.num_leases) if has_store else "-",
         f"{held.tensor_store_bytes / MEGABYTE:.1f}" if has_store else "-",
@@ -217,3 +217,9 @@ def _row(beat: Heartbeat) -> tuple[str, ...]:
         str(held.num_threads),
         str(held.pid),
     )
+
+
+def _pending_tokens(beat: Heartbeat) -> str:
+    """Of each of its roles. Not of what it does besides: ends of follow-ups' prompts, what a role that it had is still at."""
+    by_stage = {load.stage: load.num_pending_tokens for load in beat.loads}
+    return "/".join(str(by_stage.get(stage, 0)) for stage in beat.roles or by_stage) or "-"

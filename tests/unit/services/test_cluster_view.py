@@ -38,6 +38,14 @@ def test_pending_tokens_are_told_by_stage() -> None:
     assert lines[-1][-2:] == ["2", "restarts"]
 
 
+def test_a_host_of_follow_ups_tells_of_its_one_role() -> None:
+    loads = (StageLoad("prefill", 0, 1, 12), StageLoad("decode", 0, 5, 999))
+    [row] = [
+        line for line in shown(ROUTER, beat("decode-0", ("decode",), loads, Resources(8, 1))) if line[:1] == ["decode-0-ab"]
+    ]
+    assert row[2:6] == ["ready", "0", "6", "999"]
+
+
 def test_pools_have_a_row_each() -> None:
     kv = PoolStats(2_500_000, 10_000_000, num_entries=12, num_hits=5, num_misses=6, num_stale=1, num_evicted=2)
     resources = Resources(8, 1, kv_prefixes=kv, embeddings=PoolStats(capacity_bytes=1_000_000))
