@@ -22,3 +22,12 @@ async def world(toy_checkpoint: Path) -> AsyncIterator[World]:
     async with World(toy_checkpoint, stage_wait_s=1.0) as made:
         yield made
         await made.settled()
+
+
+@pytest.fixture
+async def caching_world(toy_checkpoint: Path) -> AsyncIterator[World]:
+    """Its stages keep what they made, in small blocks, and tell the index."""
+    async with World(toy_checkpoint, stage_wait_s=1.0, block_size=4) as made:
+        made.is_caching = True
+        yield made
+        await made.settled()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,8 @@ TURN = [FIRST, {"role": "assistant", "content": ANSWER}, {"role": "user", "conte
 
 
 @pytest.fixture
-async def world(toy_checkpoint: Path) -> AsyncIterator[World]:
-    """Every test must leave nothing behind."""
-    async with World(toy_checkpoint, stage_wait_s=1.0, block_size=4) as made:
-        made.is_caching = True
-        yield made
-        await made.settled()
+def world(caching_world: World) -> World:
+    return caching_world
 
 
 def move_kv(world: World, source: FakeStage, holder: FakeStage) -> None:

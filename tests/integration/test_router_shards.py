@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +62,8 @@ class Tiled:
 
 
 @pytest.fixture
-async def world(toy_checkpoint: Path) -> AsyncIterator[World]:
-    async with World(toy_checkpoint, stage_wait_s=1.0, block_size=4) as made:
-        made.is_caching = True
-        yield made
-        await made.settled()
+def world(caching_world: World) -> World:
+    return caching_world
 
 
 def succeeded(response: httpx.Response) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from triptych.services.decode.hand_over import MAX_UNDER_WAY
 from triptych.shared.messages import InstanceId, Lost, PrefillReply, PrefillRequest, ReleaseRequest, RequestId
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7]
+Begun = tuple[PrefillRequest, PrefillReply]
 STEP_S = 0.001  # of decode engines: an output of a hundred tokens takes many times as long as to ask for its hand-over
 
 
@@ -29,9 +31,7 @@ async def start(decodes: int = 2, engine: FakeEngine | None = None, **settings: 
     return cluster
 
 
-async def begin(
-    cluster: FakeCluster, request_id: str, max_tokens: int, name: str = "d0"
-) -> tuple[PrefillRequest, PrefillReply]:
+async def begin(cluster: FakeCluster, request_id: str, max_tokens: int, name: str = "d0") -> Begun:
     """A request that has made some tokens."""
     request = text_request(request_id, PROMPT, max_tokens)
     reply = await cluster.prefill("p", request)
@@ -44,6 +44,22 @@ async def output_of(cluster: FakeCluster, request: PrefillRequest, reply: Prefil
     stream = await cluster.finished(request.request_id)
     assert stream.error_code is None, stream.last
     return [reply.first_token, *stream.token_ids]
+
+
+async def go_on_at(cluster: FakeCluster, name: str, begun: Iterable[Begun]) -> int:
+    """Until each has been handed over and goes on there, or has ended. How many were on the way at a time, at most."""
+    waiting = {request.request_id: (request, reply) for request, reply in begun}
+    most = 0
+    while waiting:
+        await until(lambda: any(cluster.stream(id_).kv or cluster.stream(id_).last for id_ in waiting), "one is handed over")
+        streams = {id_: cluster.stream(id_) for id_ in waiting}
+        most = max(most, sum(stream.kv is not None for stream in streams.values()))
+        for id_, stream in streams.items():
+            if stream.kv is not None:
+                await cluster.go_on(name, *waiting.pop(id_))
+            elif stream.last is not None:
+                del waiting[id_]
+    return most
 
 
 async def test_from_hand_to_hand() -> None:
@@ -88,25 +104,12 @@ async def test_a_switch_hands_over_all_a_few_at_a_time() -> None:
     assert cluster.hosts[InstanceId("d0")].report().roles == ("prefill",)
     other = text_request("other", [8, 9], 1)
     assert (await cluster.prefill("d0", other)).first_token == expected_tokens([8, 9], 0, 1)[0]
-    waiting = dict(begun_by_id(begun))
-    while waiting:
-        await until(lambda: any(cluster.stream(id_).kv or cluster.stream(id_).last for id_ in waiting), "one is handed over")
-        streams = {id_: cluster.stream(id_) for id_ in waiting}
-        assert sum(stream.kv is not None for stream in streams.values()) <= MAX_UNDER_WAY
-        for id_, stream in streams.items():
-            if stream.kv is not None:
-                await cluster.go_on("d1", *waiting.pop(id_))
-            elif stream.last is not None:
-                waiting.pop(id_)
+    assert await go_on_at(cluster, "d1", begun) <= MAX_UNDER_WAY
     await until(lambda: len(cluster.hosts[InstanceId("d0")]._roles.all()) == 1, "the role has ended")
     for request, reply in begun:
         assert await output_of(cluster, request, reply) == expected_tokens(PROMPT, 0, 150)
     await cluster.release("other")
     await cluster.stop()
-
-
-def begun_by_id(begun: list[tuple[PrefillRequest, PrefillReply]]) -> list[tuple[str, tuple[PrefillRequest, PrefillReply]]]:
-    return [(request.request_id, (request, reply)) for request, reply in begun]
 
 
 async def test_a_switch_back_takes_new_requests_and_keeps_those_at_hand() -> None:
@@ -187,15 +190,7 @@ async def test_preempted_requests_are_handed_over() -> None:
         await cluster.decode("d0", request, replies[id_])
     await until(lambda: any(job.is_preempted for job in decode.role._jobs), "one is preempted")
     await cluster.hand_over("d0")
-    waiting = set(requests)
-    while waiting:
-        await until(lambda: any(cluster.stream(id_).kv or cluster.stream(id_).last for id_ in waiting), "one is handed over")
-        for id_ in tuple(waiting):
-            stream = cluster.stream(id_)
-            if stream.kv is not None:
-                await cluster.go_on("d1", requests[id_], replies[id_])
-            if stream.kv is not None or stream.last is not None:
-                waiting.remove(id_)
+    await go_on_at(cluster, "d1", [(request, replies[id_]) for id_, request in requests.items()])
     for id_, request in requests.items():
         assert await output_of(cluster, request, replies[id_]) == expected_tokens(prompts[id_], 0, 35)
     await cluster.stop()
@@ -278,15 +273,7 @@ async def test_those_that_were_preempted_and_share_blocks_leave_when_they_have_t
         lambda: any(job.is_preempted and job.shared for job in decode.role._jobs), "one is preempted, without what it shared"
     )
     await cluster.switch("d0", "encoder")
-    waiting = set(requests)
-    while waiting:
-        await until(lambda: any(cluster.stream(id_).kv or cluster.stream(id_).last for id_ in waiting), "one is handed over")
-        for id_ in tuple(waiting):
-            stream = cluster.stream(id_)
-            if stream.kv is not None:
-                await cluster.go_on("d1", requests[id_], replies[id_])
-            if stream.kv is not None or stream.last is not None:
-                waiting.remove(id_)
+    await go_on_at(cluster, "d1", [(request, replies[id_]) for id_, request in requests.items()])
     for id_, request in requests.items():
         assert await output_of(cluster, request, replies[id_]) == expected_tokens(prompts[id_], 0, 40)
     assert sum(cluster.stream(id_).num_moves for id_ in requests) > 2
