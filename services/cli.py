@@ -100,7 +100,7 @@ def up(
     from triptych.services.scaler.elastic_settings import check_elastic, with_limits
     from triptych.shared.emulation import emulated_settings, open_model, startup_s
     from triptych.shared.http_host import listening_socket, resolve_host
-    from triptych.shared.policies.policy_set import policy_set
+    from triptych.shared.policies.policy_set import FIXED, policy_set
 
     _need_model(settings)
     host = resolve_host(settings.bind_host)  # as is one that nothing can listen on
@@ -121,7 +121,8 @@ def up(
         counts = Counts(router, preprocess, COLOCATED)
     elif instances:
         counts = Counts.placed(policies.placement, instances, router, preprocess)
-        if "elastic" not in settings.model_fields_set:  # who counts stages wants those, this one leaves them to the policy
+        # who counts stages wants those, this one leaves them to the policy
+        if "elastic" not in settings.model_fields_set and policies.elasticity != FIXED:
             settings = settings.model_copy(update={"elastic": "on"})
     check_elastic(settings, counts.num_engine_instances)
     settings = with_limits(settings, counts.num_engine_instances)

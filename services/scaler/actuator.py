@@ -38,14 +38,14 @@ GONE = Done("failed", "it is gone already")
 
 
 class Actuator:
-    """observe: takes in what was heard, and gives the time on the policy's clock."""
+    """observe: takes in what was heard, and gives the time on the policy's clock, as of patience_s."""
 
     def __init__(self, context: ServiceContext, state: ClusterState, observe: Callable[[], float]) -> None:
         self._context = context
         self._state = state
         self._observe = observe
         self._numbers = itertools.count(1)
-        self._patience_s = PATIENCE_S * state.time_scale
+        self.patience_s = PATIENCE_S * state.time_scale
         self.wanted = WantedReplicas(context.metrics)
 
     def tell(self, action: Action) -> Done:
@@ -109,7 +109,7 @@ class Actuator:
             started = await launcher.scale(scaling)
             names += started or ()
             [name] = started or (f"awaited-{next(self._numbers)}",)
-            self._state.expect(name, kind, group, self._observe(), self._patience_s)
+            self._state.expect(name, kind, group, self._observe(), self.patience_s)
             self._observe()
         return Done("done", ", ".join(names)) if names else Done("advised")
 
@@ -122,7 +122,7 @@ class Actuator:
         kind = kind_of(leaving.roles)
         num_wanted = self._state.counts()[kind, leaving.group] - 1
         done = await self._launcher().scale(Scaling(kind, leaving.group, num_wanted, leaving=(action.instance_id,)))
-        self._state.dismiss(leaving, self._observe(), self._patience_s)
+        self._state.dismiss(leaving, self._observe(), self.patience_s)
         self._observe()
         return Done("advised" if done is None else "done")
 

@@ -98,7 +98,8 @@ class ClusterState:
         """An instance was asked for: it counts until it is ready, or for patience_s. name: of its slot, where that is known."""
         if name in self._names:
             return  # it was quick
-        instance = ElasticInstance(InstanceId(name), frozenset(ROLES_OF[kind]), group, since_s=now_s, is_ready=False)
+        roles = frozenset(ROLES_OF[kind])
+        instance = ElasticInstance(InstanceId(name), roles, group, since_s=now_s, is_ready=False, is_starting=True)
         self._coming[name] = _Expected(instance, now_s + patience_s)
 
     def dismiss(self, instance: ElasticInstance, now_s: float, patience_s: float) -> None:

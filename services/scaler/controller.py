@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Iterable
 from datetime import UTC, datetime
 
@@ -22,6 +23,8 @@ from triptych.shared.policies.elastic.costs import measured_costs
 from triptych.shared.policies.elastic.demand_meter import DemandMeter
 from triptych.shared.policies.elastic.strategy import NOTHING, Elasticity
 from triptych.shared.policies.elastic.views import ClusterView, ElasticCosts, Limits
+from triptych.shared.policies.groups import Group
+from triptych.shared.policies.placement import Kind
 from triptych.shared.service import ServiceContext
 
 _log = structlog.get_logger(__name__)
@@ -47,6 +50,7 @@ class Controller:
         self._limits: Limits | None = None
         self._observed_s = self._now_s()
         self._decide_at_s = self._observed_s
+        self._alone_since_s = self._observed_s
         self._advised: set[Action] = set()
 
     def decisions(self, limit: int) -> DecisionList:
@@ -85,9 +89,18 @@ class Controller:
         self._state.observe(self._registry.all(), now_s)
         counts = self._state.counts()
         self._metrics.show(counts, self._state.demand())
-        self._actuator.wanted.show(counts)
+        self._tell_wanted(now_s, counts)
         self._log.observe(now_s, self._state.look)
         return now_s
+
+    def _tell_wanted(self, now_s: float, counts: Counter[tuple[Kind, Group]]) -> None:
+        """What another scaler has asked for may still be on its way, and nobody here knows how many: at first only more are
+        asked for. What was told by this one is void once another one decides."""
+        wanted = self._actuator.wanted
+        if not self._leads():
+            self._alone_since_s, self._memory = now_s, NOTHING
+            wanted.forget()
+        wanted.hold_back(counts if now_s < self._alone_since_s + self._actuator.patience_s else None)
 
     async def _decide(self, now_s: float) -> None:
         decisions, self._memory = self._strategy.decide(self._view(now_s), self._memory)

@@ -11,7 +11,7 @@ from triptych.shared.emulation import cost_model_of, link_of
 from triptych.shared.errors import BadRequest
 from triptych.shared.policies.elastic.costs import costs_of
 from triptych.shared.policies.elastic.views import ElasticCosts
-from triptych.shared.policies.policy_set import policy_set
+from triptych.shared.policies.policy_set import FIXED, policy_set
 from triptych.shared.settings import Settings
 
 ONLY_ELASTIC = frozenset(("elastic_period_s", "min_instances", "max_instances", "profile"))  # settings
@@ -26,8 +26,11 @@ def check_elastic(settings: Settings, num_instances: int | None = None) -> None:
     Raises:
         BadRequest: in one line: settings that contradict each other, an unknown policy, a profile of another model.
     """
-    policy_set(settings.policy)
+    elasticity = policy_set(settings.policy).elasticity
     given = sorted(ONLY_ELASTIC & settings.model_fields_set)
+    if elasticity == FIXED and (given or settings.elastic != "off"):
+        useless = ", ".join(given or ["elastic"])
+        raise BadRequest(f"policy {settings.policy} keeps all instances as they are: leave out {useless}", code="bad_setting")
     if given and settings.elastic == "off":
         raise BadRequest(f"{', '.join(given)}: only for elastic clusters, set elastic to on or advise, too", code="bad_setting")
     least, most = settings.min_instances, settings.max_instances or num_instances
@@ -38,6 +41,9 @@ def check_elastic(settings: Settings, num_instances: int | None = None) -> None:
             f"max_instances is {settings.max_instances}, and {num_instances} are started: start fewer, or allow more",
             code="bad_setting",
         )
+    if not elasticity.scales and (settings.min_instances or num_instances) != (settings.max_instances or num_instances):
+        reason = f"policy {settings.policy} changes roles and starts or ends no instances"
+        raise BadRequest(f"{reason}: leave out min_instances and max_instances", code="bad_setting")
     known_costs(settings)
 
 

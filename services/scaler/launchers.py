@@ -33,24 +33,36 @@ class Scaling:
 
 
 class WantedReplicas:
-    """The metric: how many instances of each kind and group there should be."""
+    """The metric: how many instances of each kind and group there should be. Where it tells nothing, whoever follows it keeps
+    what there is, and what an earlier scaler asked for."""
 
     def __init__(self, metrics: CollectorRegistry) -> None:
         text = "instances that there should be of a kind, for a group of requests"
         self._gauge = Gauge("triptych_wanted_replicas", text, ["kind", "group"], registry=metrics)
+        self._wanted: dict[tuple[Kind, Group], int] = {}
         self._told: set[tuple[Kind, Group]] = set()
-        self._shown: set[tuple[Kind, Group]] = set()
+        self._there: Mapping[tuple[Kind, Group], int] | None = None
 
     def tell(self, kind: Kind, group: Group, count: int) -> None:
         """What a policy wants."""
-        self._told.add((kind, group))
-        self._gauge.labels(kind, group).set(count)
+        self._wanted[kind, group] = count
+        self._show()
 
-    def show(self, counts: Mapping[tuple[Kind, Group], int]) -> None:
-        """Of kinds that no policy has spoken of, those that there are should stay."""
-        self._shown |= set(counts)
-        for key in self._shown - self._told:
-            self._gauge.labels(*key).set(counts.get(key, 0))
+    def hold_back(self, there: Mapping[tuple[Kind, Group], int] | None) -> None:
+        """Of what has not been told of yet, tell only where more are wanted than are there. None: tell everything."""
+        self._there = there
+        self._show()
+
+    def forget(self) -> None:
+        """Tell nothing any more: another one does."""
+        self._wanted, self._told = {}, set()
+        self._gauge.clear()
+
+    def _show(self) -> None:
+        for key, count in self._wanted.items():
+            if self._there is None or key in self._told or count > self._there.get(key, 0):
+                self._told.add(key)
+                self._gauge.labels(*key).set(count)
 
 
 class Launcher(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,7 @@ import httpx
 import msgspec
 import pytest
 
+from triptych.services.scaler import actuator
 from triptych.services.scaler.app import Scaler
 from triptych.shared.bus import Bus
 from triptych.shared.decision_entry import DecisionEntry, DecisionList
@@ -206,7 +208,7 @@ async def test_a_switch_is_carried_out_explained_and_followed_up(start: Start) -
     assert run.metric('triptych_elastic_actions_total{action="switch",result="done"}') == 1
     assert run.metric("triptych_switch_seconds_count") == 1
     assert run.metric('triptych_replicas{group="",kind="decode"}') == 1
-    assert run.metric('triptych_wanted_replicas{group="multimodal",kind="prefill"}') == 1
+    assert math.isnan(run.metric('triptych_wanted_replicas{group="multimodal",kind="prefill"}')), "nobody decided how many"
 
 
 async def test_views_hand_on_memory_clock_limits_and_costs(start: Start) -> None:
@@ -305,6 +307,23 @@ async def test_advise_only_tells_each_thing_once(start: Start) -> None:
     assert run.cluster.asked == []
 
 
+async def test_a_new_scaler_takes_back_nothing_that_the_last_one_asked_for(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some of it may be starting. Whoever follows the metric keeps it as long as nothing is told."""
+    advice = Decision(Advise((Wanted("decode", "", 1), Wanted("encoder", "", 3))), "calm")
+    decode, encoder = (f'triptych_wanted_replicas{{group="",kind="{kind}"}}' for kind in ("decode", "encoder"))
+    run = await start(Cluster(*SMALL, has_launcher=False), [advice])
+    await run.until_told(finished("advised"), "the advice")
+    assert run.metric(encoder) == 3, "there is one"
+    await run.until(lambda: len(run.strategy.views) > 3, "more looks")
+    assert math.isnan(run.metric(decode)), "there are two"
+    monkeypatch.setattr(actuator, "PATIENCE_S", 0.1)
+    later = await start(Cluster(*SMALL, has_launcher=False), [advice])
+    await later.until(lambda: later.metric(decode) == 1, "what was asked for before to count no more")
+    assert later.metric(encoder) == 3
+
+
 async def test_off_is_off(start: Start) -> None:
     run = await start(Cluster(*SMALL), [switch("decode-1", "prefill")], elastic="off")
     await run.until(lambda: run.metric('triptych_instance_seconds_total{kind="decode"}') > 20 * BEAT_S, "many looks")
@@ -329,6 +348,12 @@ async def test_of_two_scalers_one_decides(start: Start) -> None:
     assert run.strategy.views == []
     cluster.registry.on_event(Lost(other.instance_id, other.name, 0, expected=True), time.monotonic())
     await run.until_told(finished("done"), "the switch")
+    run.strategy.script.append([Decision(Advise((Wanted("text", "", 5),)), "busy")])
+    wanted = 'triptych_wanted_replicas{group="",kind="text"}'
+    await run.until(lambda: run.metric(wanted) == 5, "its advice")
+    another = msgspec.structs.replace(other, instance_id=InstanceId("scaler-0-a1"))
+    cluster.registry.on_event(another, time.monotonic())
+    await run.until(lambda: math.isnan(run.metric(wanted)), "it to leave that to another one")
 
 
 class CountingRegistry(Registry):

@@ -31,6 +31,7 @@ runner = CliRunner()
         ([*SERVE, "encoder=0"], "there is no instance"),
         ([*SERVE, "encoder.video=2"], "'encoder.video=2' is not STAGE=COUNT"),
         ([*UP, "--emulate", "a100", "--instances", "4", "--min-instances", "9"], "min_instances is 9, and max_instances 4"),
+        ([*UP, "--emulate", "a100", "--policy", "static", "--elastic", "on"], "policy static keeps all instances as they are"),
         ([*UP, "--emulate", "a100", "--max-instances", "9"], "max_instances: only for elastic clusters"),
         ([*PROFILE, "--emulate", "a100", "--quick"], "--emulate measures and loads nothing: leave out --quick"),
         ([*PROFILE, "--emulate", "a100", "--load", "a.json"], "leave out --load"),

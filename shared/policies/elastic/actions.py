@@ -49,7 +49,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Advise:
-    """What the policy wants in all, told when it changes: for whoever scales instances elsewhere (KEDA, HPA)."""
+    """How many there are to be when all is done, told when it changes: for whoever scales instances elsewhere (KEDA, HPA)."""
 
     wanted: tuple[Wanted, ...]
 

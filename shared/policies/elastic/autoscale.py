@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from triptych.shared.policies.elastic.actions import Decision
-from triptych.shared.policies.elastic.needs import average, expected, needed, rates_of
+from triptych.shared.policies.elastic.needs import MIN_ATTAINMENT, are_late, average, expected, needed, rates_of
 from triptych.shared.policies.elastic.replicas import Target, of_kind, scaled
 from triptych.shared.policies.elastic.strategy import Memory
 from triptych.shared.policies.elastic.views import ClusterView
 from triptych.shared.policies.groups import ANY
 from triptych.shared.policies.placement import ROLES_OF, Kind
-
-MIN_ENDED = 20  # chosen: attainment of fewer requests says nothing
 
 
 def replicas(load: float, safe_share: float) -> int:
@@ -30,19 +29,17 @@ class ModServeScaling:
     """kinds: what instances are, each stage in one of them. safe_share: M_C as a share of what one computes when it never
     rests. rescale_s: the paper's five minutes. cooldown_s: after which a kind may shrink again."""
 
+    scales: ClassVar[bool] = True
     kinds: tuple[Kind, ...] = ("encoder", "text")
     safe_share: float = 0.8  # chosen: two requests wait on average then (M/D/1), which an SLO factor of 5 forgives
-    min_attainment: float = 0.99
+    min_attainment: float = MIN_ATTAINMENT
     rescale_s: float = 300.0
     cooldown_s: float = 60.0  # chosen
     period_s: float = 5.0  # chosen: how soon attainment is noticed
 
     def decide(self, view: ClusterView, memory: Memory) -> tuple[list[Decision], Memory]:
         is_due = memory.planned_at_s is None or view.now_s - memory.planned_at_s >= self.rescale_s
-        is_late = any(
-            demand.attainment is not None and demand.num_ended >= MIN_ENDED and demand.attainment < self.min_attainment
-            for demand in view.demand.values()
-        )
+        is_late = any(are_late(demand, self.min_attainment) for demand in view.demand.values())
         if not (is_due or is_late):
             return [], memory
         why = f"less than {self.min_attainment:.0%} are in time" if is_late else f"every {self.rescale_s:.0f} s"

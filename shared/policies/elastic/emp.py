@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from triptych.shared.messages import Role
 from triptych.shared.policies.elastic.actions import Decision
@@ -59,6 +60,7 @@ class ElasticMMScaling:
     shortage_s: what waits for longer is a shortage. grow_at, shrink_to: of the TBT target and of KV slots, beyond which decode
     grows, and up to which it does with fewer instances."""
 
+    scales: ClassVar[bool] = False  # the paper's instances change their stages and groups, and stay as many
     w: float = PUBLIC_W
     is_coupled: bool = False
     period_s: float = 1.0  # chosen: two heartbeats
@@ -139,7 +141,7 @@ class ElasticMMScaling:
         decoding = [one for one in able if one.roles == {"decode"} and not one.is_idle]
         num_idle = sum("decode" in one.roles for one in idle)
         spare = sorted(decoding, key=lambda one: (-one.num_free_slots, one.instance_id))[: max(0, num - num_needed - num_idle)]
-        left = Counter(role for member in group.members for role in member.roles)
+        left = Counter(role for member in group.members for role in member.roles if not member.is_starting)
         free = []
         for one in [*idle, *spare]:
             if all(left[role] > 1 for role in one.roles):

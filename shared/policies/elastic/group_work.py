@@ -45,7 +45,7 @@ class GroupWork:
     ) -> GroupWork:
         """output_tokens: of one request, on average."""
         loads = [load for member in members for load in member.loads if load.stage == "decode"]
-        slots = [member.num_slots for member in members if "decode" in member.roles]
+        slots = [member.num_slots for member in members if "decode" in member.roles and not member.is_starting]
         decode = DecodeSet(
             sum(load.num_waiting + load.num_running for load in loads),
             sum(load.num_pending_tokens for load in loads),
@@ -64,7 +64,8 @@ class GroupWork:
         return frozenset(("encoder", "prefill") if self.is_coupled and stage == "prefill" else (stage,))
 
     def servers(self, role: Role) -> list[ElasticInstance]:
-        return [member for member in self.members if role in member.roles]
+        """Who serves that stage, now or as soon as it has switched."""
+        return [member for member in self.members if role in member.roles and not member.is_starting]
 
     def compute_s(self, role: Role, num_instances: int) -> float:
         """T: until num_instances have computed all that waits for encoder or prefill."""

@@ -10,6 +10,8 @@ from triptych.shared.policies.elastic.views import ClusterView, ElasticCosts, Gr
 from triptych.shared.policies.groups import ANY, MULTIMODAL, TEXT, Group
 
 STAGES: tuple[Role, ...] = ("encoder", "prefill", "decode")
+MIN_ATTAINMENT = 0.99  # ModServe's (arXiv 2502.00937)
+MIN_ENDED = 20  # chosen: attainment of fewer requests says nothing
 NEGLIGIBLE_PER_S = 1e-6  # chosen: what averages keep of long ago, and too little to divide by
 STAGES_OF: Mapping[Group, tuple[Role, ...]] = {TEXT: ("prefill", "decode"), MULTIMODAL: STAGES}
 
@@ -69,3 +71,8 @@ def rates_of(view: ClusterView, group: Group, which: Callable[[GroupDemand], Rat
     """Of the requests that go to a group of instances; to those of no group, all."""
     rates = [which(demand) for name, demand in view.demand.items() if group in (name, ANY)]
     return Rates(*(sum(getattr(rate, name) for rate in rates) for name in Rates.__slots__))
+
+
+def are_late(demand: GroupDemand, min_attainment: float = MIN_ATTAINMENT) -> bool:
+    """Whether too few of the requests that ended lately were in time."""
+    return demand.attainment is not None and demand.num_ended >= MIN_ENDED and demand.attainment < min_attainment

@@ -53,29 +53,30 @@ def scaled(
 ) -> tuple[list[Decision], Memory]:
     """What is lacking is launched at once, and counts from then on. What is too much is drained, down to what was wanted at any
     time in the last cooldown_s and the time that a start takes: an instance that is missed takes as long to come back. All
-    within the view's limits, and told as advice where it is new."""
+    within the view's limits; how many there are then is told as advice where it is new."""
     wanted = tuple(Wanted(target.kind, target.group, target.wanted) for target in targets)
-    advice = [] if wanted == memory.advised else [Decision(Advise(wanted), why, {_name(one): one.count for one in wanted})]
     there = {target.pool: of_kind(view, *target.pool) for target in targets}
     past = memory.wanted or ((view.now_s, tuple(Wanted(*pool, len(members)) for pool, members in there.items())),)
     past = late(past, view, cooldown_s)
     if past and past[-1][1] == wanted:
         past = past[:-1]  # still wanted
-    memory = replace(memory, advised=wanted, wanted=(*past, (view.now_s, wanted)))
-    least, most = view.limits.min_instances, view.limits.max_instances
-    if least == most:
-        return advice, memory
+    memory = replace(memory, wanted=(*past, (view.now_s, wanted)))
+    if view.limits.min_instances == view.limits.max_instances:
+        return [], memory
     counts = {pool: len(members) for pool, members in there.items()}
     launches, total = _launches(targets, counts, len(view.instances), view.limits)
     reasons = {target.pool: f"{why}: {target.wanted} {' '.join(target.pool).strip()} wanted" for target in targets}
     terms = {target.pool: target.terms for target in targets}
-    decisions = [Decision(Launch(*pool, num), reasons[pool], terms[pool]) for pool, num in launches.most_common()]
+    changes = [Decision(Launch(*pool, num), reasons[pool], terms[pool]) for pool, num in launches.most_common()]
     for pool in [target.pool for target in targets if target.may_drain and target.pool not in launches]:
         surplus = counts[pool] - held(memory.wanted, *pool)
-        leaving = least_busy(there[pool])[: max(0, min(surplus, total - least))]
-        decisions += [Decision(Drain(one.instance_id), reasons[pool], terms[pool]) for one in leaving]
+        leaving = least_busy(there[pool])[: max(0, min(surplus, total - view.limits.min_instances))]
+        changes += [Decision(Drain(one.instance_id), reasons[pool], terms[pool]) for one in leaving]
+        counts[pool] -= len(leaving)
         total -= len(leaving)
-    return [*advice, *decisions], memory
+    after = tuple(Wanted(*pool, counts[pool] + launches[pool]) for pool in counts)
+    advice = [] if after == memory.advised else [Decision(Advise(after), why, {_name(one): one.count for one in after})]
+    return [*advice, *changes], replace(memory, advised=after)
 
 
 def _launches(

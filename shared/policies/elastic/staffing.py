@@ -8,19 +8,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from triptych.shared.messages import Role
 from triptych.shared.policies.elastic.actions import Decision, Switch
 from triptych.shared.policies.elastic.hysteresis import Hysteresis
-from triptych.shared.policies.elastic.needs import ahead, needed, rates_of
+from triptych.shared.policies.elastic.needs import ahead, are_late, needed, rates_of
 from triptych.shared.policies.elastic.replicas import Target, held, late, of_kind, scaled
 from triptych.shared.policies.elastic.strategy import History, Memory
 from triptych.shared.policies.elastic.views import ClusterView, ElasticInstance
 from triptych.shared.policies.groups import ANY, MULTIMODAL, TEXT, Group
 from triptych.shared.policies.placement import ROLES_OF, Kind
 
-MIN_ENDED = 20  # chosen: attainment of fewer requests says nothing
-MIN_ATTAINMENT = 0.99  # ModServe's (arXiv 2502.00937)
 FEW_A_MINUTE = Hysteresis(dwell_s=20.0, max_switches=8, window_s=60.0)  # chosen
 
 
@@ -46,11 +45,7 @@ class Pool:
 
     def is_late(self, view: ClusterView) -> bool:
         """Whether too few of its group's requests are in time."""
-        return any(
-            demand.attainment is not None and demand.num_ended >= MIN_ENDED and demand.attainment < MIN_ATTAINMENT
-            for group, demand in view.demand.items()
-            if self.group in (group, ANY)
-        )
+        return any(are_late(demand) for group, demand in view.demand.items() if self.group in (group, ANY))
 
     def headroom(self, load: float, num_instances: int) -> float:
         """In units of slack: 1 where it is staffed."""
@@ -79,6 +74,7 @@ class Staffing:
     """fixed: the pools where the number of instances may not change. cooldown_s: for so long, and as a start takes, fewer
     instances must have been enough before some are drained."""
 
+    scales: ClassVar[bool] = True
     pools: tuple[Pool, ...] = APART
     fixed: tuple[Pool, ...] = SHARED
     period_s: float = 5.0  # chosen

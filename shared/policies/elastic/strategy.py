@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from triptych.shared.policies.elastic.actions import Decision, Wanted
 from triptych.shared.policies.elastic.views import ClusterView
@@ -30,7 +30,9 @@ NOTHING = Memory()
 
 class Elasticity(Protocol):
     """One strategy with its settings; frozen, so that the scaler and simulators share it. period_s: how often it wants to be
-    asked, in seconds of the view's clock."""
+    asked, in seconds of the view's clock. scales: whether it also has instances started and drained, where it may."""
+
+    scales: ClassVar[bool]
 
     @property
     def period_s(self) -> float: ...
@@ -45,6 +47,7 @@ class Elasticity(Protocol):
 class Fixed:
     """Instances keep the roles that they started with."""
 
+    scales: ClassVar[bool] = False
     period_s: float = 60.0
 
     def decide(self, view: ClusterView, memory: Memory) -> tuple[list[Decision], Memory]:

@@ -23,6 +23,7 @@ class ElasticInstance:
     loads: what it has to do, one for each role that has told of any. num_slots, num_free_slots: of how many tokens it can hold
     the KV in all, and has room for (what only its cache holds is room). since_s: when it got its roles and group. is_ready:
     False while it starts (from the launch on) or switches: it counts as what it will be, and nothing is decided about it.
+    is_starting: so it serves nobody for long; a switch is over at once.
     """
 
     instance_id: InstanceId
@@ -33,6 +34,7 @@ class ElasticInstance:
     num_free_slots: int = 0
     since_s: float = 0.0
     is_ready: bool = True
+    is_starting: bool = False
 
     def load(self, role: Role) -> StageLoad:
         """Of a role that has told of nothing: none."""

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support.elastic_views import COSTS, demand, instance, load, view
 from triptych.shared.cost_model.published import published_cost_model
 from triptych.shared.messages import InstanceId
-from triptych.shared.policies.elastic.actions import Action, Advise, Drain, Launch
+from triptych.shared.policies.elastic.actions import Action, Advise, Drain, Launch, Wanted
 from triptych.shared.policies.elastic.autoscale import replicas
 from triptych.shared.policies.elastic.costs import costs_of, measured_costs
 from triptych.shared.policies.elastic.hysteresis import Hysteresis
@@ -137,6 +137,21 @@ def test_drains_leave_what_was_wanted_of_late() -> None:
     drained, memory = leaving(90.0, 1, memory)
     assert drained == [Drain(InstanceId("t3"))], "three were wanted 50 s ago"
     assert leaving(130.0, 1, memory)[0] == [Drain(InstanceId(name)) for name in ("t3", "t2", "t1")], "the least busy ones"
+
+
+def test_advice_is_what_there_is_to_be() -> None:
+    """Within the limits, and no fewer before those that are too many may go: whoever follows it does so at once."""
+    members = [instance("e", "encoder"), *[instance(f"t{index}", "text") for index in range(3)]]
+
+    def advised(now_s: float, encoders: int, texts: int, memory: Memory) -> tuple[list[tuple[Wanted, ...]], Memory]:
+        targets = [Target("encoder", encoders, {}), Target("text", texts, {})]
+        decisions, memory = scaled(view(members, now_s=now_s, limits=Limits(2, 5)), memory, targets, 60.0, "why")
+        return [one.action.wanted for one in decisions if isinstance(one.action, Advise)], memory
+
+    many, memory = advised(0.0, 9, 1, NOTHING)
+    assert many == [(Wanted("encoder", ANY, 2), Wanted("text", ANY, 3))], "the limit is 5, and three texts are held"
+    assert advised(50.0, 9, 1, memory)[0] == []
+    assert advised(90.0, 9, 1, memory)[0] == [(Wanted("encoder", ANY, 2), Wanted("text", ANY, 1))]
 
 
 counts = st.integers(1, 8)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -136,6 +138,16 @@ def test_idle_instances_go_where_a_burst_would_hurt_most() -> None:
 def test_a_stage_without_an_instance_gets_one_in_addition() -> None:
     group = [instance("p", "prefill", TEXT, load("prefill", 1, 10))]
     assert switches(decide(view(group, demand(TEXT_RATES)))) == [("p", "decode+prefill", TEXT)]
+
+
+def test_one_that_starts_serves_nobody_yet() -> None:
+    """Its stage is covered until it is there, and given back then."""
+    busy = load("prefill", 1, 10), load("decode", 1, 10)
+    starting = replace(instance("d", "decode", TEXT), is_ready=False, is_starting=True, num_slots=0)
+    assert switches(decide(view([instance("p", "prefill", TEXT), starting]))) == [("p", "decode+prefill", TEXT)]
+    assert switches(decide(view([instance("b", "text", TEXT, *busy), starting]))) == [], "it goes on until then"
+    there = instance("d", "decode", TEXT, busy[1])
+    assert switches(decide(view([instance("b", "text", TEXT, *busy), there]))) == [("b", "prefill", TEXT)]
 
 
 def test_where_encoding_is_a_part_of_prefill_both_roles_go_together() -> None:

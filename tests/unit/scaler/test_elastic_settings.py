@@ -35,6 +35,10 @@ EMULATED: dict[str, Any] = {"emulate": "a100", "model": "llama-3.2-11b"}
         ({"elastic": "on", "min_instances": 5, "max_instances": 4}, None, "min_instances is 5, and max_instances 4"),
         ({"elastic": "on", "min_instances": 5}, 4, "min_instances is 5, and max_instances 4"),
         ({"elastic": "advise", "max_instances": 4}, 6, "max_instances is 4, and 6 are started"),
+        ({"elastic": "on", "policy": "static"}, 4, "policy static keeps all instances as they are: leave out elastic"),
+        ({"policy": "static", "max_instances": 5}, 4, "policy static keeps all instances as they are: leave out max_instances"),
+        ({"elastic": "on", "policy": "elasticmm", "max_instances": 5}, 4, "changes roles and starts or ends no instances"),
+        ({"elastic": "advise", "policy": "elasticmm", "min_instances": 5}, None, "leave out min_instances and max_instances"),
         ({"elastic": "on", "profile": "p.json", **EMULATED}, None, "emulated instances cost what is published"),
         ({"elastic": "on", "profile": "p.json"}, None, "which one is served"),
         ({"elastic": "on", "profile": "p.json", "model": "m"}, None, "cannot read the profile"),
@@ -51,6 +55,9 @@ def test_what_fits_is_fine() -> None:
     check_elastic(Settings(), 3)
     check_elastic(Settings(elastic="on", min_instances=2, max_instances=8), 4)
     check_elastic(Settings(elastic="on", min_instances=2, max_instances=8))
+    check_elastic(Settings(policy="static"), 4)
+    check_elastic(with_limits(Settings(elastic="on", policy="elasticmm"), 4), 4)
+    check_elastic(with_limits(Settings(elastic="on", policy="elasticmm"), 4))
 
 
 def test_limits_that_were_left_out_are_the_number_at_the_start() -> None:
