@@ -91,7 +91,7 @@ class Settings(BaseSettings):
     elastic_period_s: float = Field(0.0, ge=0, description="time between two decisions; 0: what the policy wants")
     min_instances: int = Field(0, ge=0, description="engine instances that are kept; 0: as many as at the start")
     max_instances: int = Field(0, ge=0, description="engine instances that there may be; 0: as many as at the start")
-    profile: str = Field("", description="what `triptych profile` wrote for this model; empty: the scaler goes by measurements")
+    profile: str = Field("", description="what `triptych profile` wrote for this model; empty: measurements, and guesses")
     slo_ttft_text_s: float = Field(0.0, ge=0, description="first token of a text request is due; later is refused; 0: never")
     slo_ttft_picture_s: float = Field(0.0, ge=0, description="the same of a request with pictures")
     slo_tbt_s: float = Field(0.0, ge=0, description="target of the mean time between a request's tokens; 0: none")

@@ -49,6 +49,21 @@ class EnginePasses:
     def decode(self, batch: DecodeBatch) -> float:
         return self._run([(1, batch.num_context_tokens // batch.num_sequences)] * batch.num_sequences)
 
+    def move_kv(self, num_blocks: int) -> float:
+        """As instances on one machine do: copied out of the blocks, from one process to the other, and into its blocks."""
+        pool = self._engine.block_pool
+        source = pool.allocate(num_blocks)
+        try:
+            target = pool.allocate(num_blocks)
+            try:
+                began_s = self._now_s()
+                self._engine.import_blocks(self._engine.export_blocks(source).clone(), target)
+                return self._now_s() - began_s
+            finally:
+                pool.free(target)
+        finally:
+            pool.free(source)
+
     def _pictures(self, batch: ImageBatch) -> tuple[list[ImageInfo], list[torch.Tensor]]:
         info = image_info(batch.height, batch.width, self._image, b"profile")
         size = (batch.height, batch.width, 3)

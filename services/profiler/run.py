@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,12 +29,14 @@ from triptych.shared.cost_model.fit import MIN_POINTS, fit_stage
 from triptych.shared.cost_model.forms import MemoryCosts, PassWork
 from triptych.shared.cost_model.images import NativeResolution
 from triptych.shared.cost_model.profile import VERSION, Machine, Profile, ProfiledModel, StageProfile
+from triptych.shared.cost_model.unknowns import LinkCosts
 from triptych.shared.engine.api import Engine
 from triptych.shared.errors import BadRequest
 from triptych.shared.settings import Settings
 
 QUICK_EFFORT = Effort(num_rounds=5, stage_budget_s=22.0)  # chosen: with loading under two minutes, four stages
 FULL_EFFORT = Effort(num_rounds=11, stage_budget_s=300.0)  # chosen
+MOVES, MOVED_TOKENS = 11, 2048  # chosen: less than a second, even of a large model
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,21 @@ def measure_profile(settings: Settings, checkpoint: Checkpoint, machine: Machine
         encode=profiled("encode"),
         prefill=profiled("prefill"),
         decode=profiled("decode"),
+        link=_link(engine, engine_passes),
     )
+
+
+def _link(engine: Engine, engine_passes: EnginePasses) -> LinkCosts:
+    """One block takes the latency, a long prompt's more the time of their bytes; medians, after a warm-up."""
+    num_blocks = 1 + min(MOVED_TOKENS // engine.block_size, engine.block_pool.num_blocks // 2 - 1)
+
+    def typical_s(num_moved: int) -> float:
+        return statistics.median([engine_passes.move_kv(num_moved) for _ in range(1 + MOVES)][1:])
+
+    one_s, many_s = typical_s(1), typical_s(num_blocks)
+    shape, dtype = engine.exported_shape(num_blocks - 1)
+    more_s = max(many_s - one_s, many_s / 2)  # chosen: a difference less than that is noise
+    return LinkCosts(one_s, dtype.itemsize * math.prod(shape) / more_s)
 
 
 def _require_enough(passes: Mapping[str, Sequence[Pass]]) -> None:

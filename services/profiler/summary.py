@@ -9,7 +9,7 @@ from rich.table import Table
 
 from triptych.shared.cost_model.derived import Derived, TypicalRequest
 from triptych.shared.cost_model.profile import Profile, StageProfile
-from triptych.shared.units import duration
+from triptych.shared.units import duration, number
 
 # The promise: predictions of held-out passes are this good (relative errors) on a machine that does nothing else.
 MAX_MEDIAN_ERROR = 0.15
@@ -44,6 +44,7 @@ def as_json(profile: Profile, request: TypicalRequest, derived: Derived) -> dict
         "measured_at": profile.measured_at,
         "stages": fits,
         "memory": asdict(profile.memory),
+        "link": asdict(profile.link),
         "typical_request": asdict(request),
         "derived": asdict(derived),
     }
@@ -53,6 +54,8 @@ def print_summary(profile: Profile, request: TypicalRequest, derived: Derived, c
     """Costs with their errors, then what follows from them."""
     console.print(f"{profile.model.name} on {profile.machine}, {profile.measured_at}", markup=False, highlight=False)
     console.print(_cost_table(profile))
+    link = f"{duration(profile.link.latency_s)} and {number(profile.link.bytes_per_s / 1e9)} GB/s"
+    console.print(f"KV to another instance here: {link}, messages not included", markup=False, highlight=False)
     console.print(_derived_table(request, derived))
 
 

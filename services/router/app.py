@@ -44,6 +44,7 @@ from triptych.shared.checkpoint import Checkpoint
 from triptych.shared.emulation import attends_to_all, open_model
 from triptych.shared.errors import InternalError, Overloaded
 from triptych.shared.instance_info import StageLoad
+from triptych.shared.known_costs import known_transfers
 from triptych.shared.messages import FinishReason, InstanceId, InstanceRequest, Message, ReleaseRequest, Service, stream_subject
 from triptych.shared.policies.policy_set import policy_set
 from triptych.shared.service import Report, ServiceApp, ServiceContext
@@ -122,6 +123,7 @@ class RouterService:
             limits=limits,
             release=releases.release,
             demand=DemandCounter(self._settings.slo_tbt_s),
+            transfers=known_transfers(self._settings),
         )
         bodies = BodyStore(max(self._settings.body_store_bytes, self._settings.max_body_bytes))
         model, texts = Model(checkpoint.name, prompts), TokenTexts(prompts.tokenizer)

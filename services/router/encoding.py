@@ -21,7 +21,7 @@ from triptych.shared.errors import CACHE_MISS, InstanceLost, InternalError
 from triptych.shared.image_info import ImageInfo
 from triptych.shared.messages import EncodeReply, EncodeRequest, Heartbeat, InstanceId, TensorRef
 from triptych.shared.policies.pace import Pace
-from triptych.shared.policies.routing import EMBEDDING_COSTS, Choice, ImageWork
+from triptych.shared.policies.routing import Choice, ImageWork
 from triptych.shared.policies.sharding import DivisibleImage, Share
 
 
@@ -50,7 +50,8 @@ class Encoding:
         """As its parts are held; if none is, as the policy divides it."""
         if held or image.num_pieces == 1:
             return [Shard(part) for part in cover(image, held)]
-        whole = DivisibleImage(image.num_pieces, image.num_tokens // image.num_pieces, prompt_at)
+        piece_tokens = image.num_tokens // image.num_pieces
+        whole = DivisibleImage(image.num_pieces, piece_tokens, prompt_at, self._transfer_s(image.num_tokens))
         shards: list[Shard] = []
         first = 0
         for share in self.stages.calls.routes.shares(whole):
@@ -58,13 +59,16 @@ class Encoding:
             first += share.num_pieces
         return shards or [Shard(image)]
 
+    def _transfer_s(self, num_tokens: int) -> float:
+        return self.stages.calls.parts.transfers.embeddings.transfer_s(num_tokens)
+
     async def _one(self, picture: Picture, shard: Shard, held: Collection[HeldPart], prompt_at: InstanceId | None) -> bool:
         """Whether its embeddings were held; otherwise they were made."""
         num_tokens = shard.image.num_tokens
         holders = [part.instance_id for part in held if part.is_of(shard.image)]
         if holders and await self._held(picture, shard, ImageWork(num_tokens, holders)):
             return True
-        work = ImageWork(num_tokens, (), prompt_at, EMBEDDING_COSTS.transfer_s(num_tokens))
+        work = ImageWork(num_tokens, (), prompt_at, self._transfer_s(num_tokens))
         while not shard.is_encoded.is_set():
             pixels = None
             try:

@@ -16,7 +16,7 @@ from triptych.shared.policies.admission import StageWork, admit
 from triptych.shared.policies.batching import num_blocks_for
 from triptych.shared.policies.overlap import OverlapView, PendingImage, Verdict
 from triptych.shared.policies.pace import Pace
-from triptych.shared.policies.routing import KV_COSTS, PromptWork
+from triptych.shared.policies.routing import PromptWork
 
 NOTHING_TO_OVERLAP = Verdict(False, "there is nothing to wait for, or nobody to compute meanwhile")
 
@@ -30,7 +30,7 @@ def prompt_work(calls: StageCalls, prompt: Prompt, pictures: Pictures, cached: C
         num_tokens=prompt.num_text_tokens + (0 if cache.attends_to_all else num_image_tokens),
         num_blocks=num_blocks_for(prompt.num_text_tokens + num_image_tokens, cache.block_size),
         prefixes=cached.computed_prefixes(),
-        kv_costs=KV_COSTS,
+        kv_costs=calls.parts.transfers.kv,
         saved_s=pictures.saved_s(),
     )
 

@@ -21,7 +21,6 @@ from triptych.shared.errors import InstanceLost, TriptychError
 from triptych.shared.image_info import ImageInfo
 from triptych.shared.messages import Accepted, EmbeddingsReady, InstanceId, PlacedImage
 from triptych.shared.policies.pace import Pace
-from triptych.shared.policies.routing import EMBEDDING_COSTS
 
 PATIENCE_S = 0.1  # chosen: pictures of a request are mostly known within less of each other, but one may be far away
 
@@ -68,10 +67,10 @@ class Pictures:
     def saved_s(self) -> dict[InstanceId, float]:
         """By encoder, what it takes to bring their embeddings from there."""
         saved_s: dict[InstanceId, float] = {}
+        costs = self._calls.parts.transfers.embeddings
         for shard in itertools.chain.from_iterable(picture.shards for picture in self._pictures):
             if shard.encoder_id is not None:
-                transfer_s = EMBEDDING_COSTS.transfer_s(shard.image.num_tokens)
-                saved_s[shard.encoder_id] = saved_s.get(shard.encoder_id, 0.0) + transfer_s
+                saved_s[shard.encoder_id] = saved_s.get(shard.encoder_id, 0.0) + costs.transfer_s(shard.image.num_tokens)
         return saved_s
 
     @property
@@ -204,14 +203,12 @@ class Pictures:
         return max(0.0, slack_s - (self._num_text_tokens + self.num_tokens) / pace.tokens_per_s)
 
     async def _settle(self) -> None:
-        """A picture can be covered by cached KV when all before it are known. A new one is taken for one that nobody has."""
+        """A picture can be covered by cached KV when all before it are known. One that had to be decoded to be known does not
+        wait for those: mostly it is new, but it may be one that somebody holds, in another file."""
         self._cached.advance(self.images)
-        for picture in self._pictures:
-            if picture.is_new:
-                picture.is_settled.set()
         async with self._settling:
             ripe = [picture for picture in self._pictures if picture.image is not None and not picture.is_settled.is_set()]
-            ripe = [picture for picture in ripe if self._cached.is_ripe(picture.index)]
+            ripe = [picture for picture in ripe if picture.is_new or self._cached.is_ripe(picture.index)]
             if not ripe and self._pictures:
                 return
             await self._cached.ask([picture.image.mm_hash for picture in ripe if picture.image is not None])

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
-from triptych.shared.checkpoint import open_checkpoint
-from triptych.shared.cost_model.profile import read_profile
 from triptych.shared.emulation import cost_model_of, link_of
 from triptych.shared.errors import BadRequest
+from triptych.shared.known_costs import profiled
 from triptych.shared.policies.elastic.costs import costs_of
 from triptych.shared.policies.elastic.views import ElasticCosts
 from triptych.shared.policies.policy_set import FIXED, policy_set
 from triptych.shared.settings import Settings
 
-ONLY_ELASTIC = frozenset(("elastic_period_s", "min_instances", "max_instances", "profile"))  # settings
+ONLY_ELASTIC = frozenset(("elastic_period_s", "min_instances", "max_instances"))  # settings
 
 
 def check_elastic(settings: Settings, num_instances: int | None = None) -> None:
@@ -61,22 +59,11 @@ def known_costs(settings: Settings) -> ElasticCosts | None:
     Raises:
         BadRequest: in one line: no figures, or a profile of another model.
     """
-    if settings.profile:
-        return _profiled_costs(settings)
+    if (model := profiled(settings)) is not None:
+        return costs_of(model, model.unknowns.local, settings.slo_tbt_s)
     if not settings.emulate:
         return None
     text, image = (
         costs_of(cost_model_of(settings, roles), link_of(settings), settings.slo_tbt_s) for roles in ((), ("encoder",))
     )
     return replace(text, encode=image.encode, capacity={**text.capacity, "encoder": image.capacity["encoder"]})
-
-
-def _profiled_costs(settings: Settings) -> ElasticCosts:
-    if settings.emulate:
-        raise BadRequest("profile is what was measured here, and emulated instances cost what is published", code="bad_setting")
-    if not settings.model:
-        raise BadRequest("profile is of a model: which one is served? Set model, too", code="bad_setting")
-    profile = read_profile(Path(settings.profile))
-    profile.require_model(open_checkpoint(settings.model, settings.model_name).revision)
-    model = profile.cost_model()
-    return costs_of(model, model.unknowns.local, settings.slo_tbt_s)

@@ -6,7 +6,7 @@ emulation of another machine reads it as it is.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +16,7 @@ from triptych.shared.checkpoint import ImageOptions
 from triptych.shared.cost_model.api import CostModel
 from triptych.shared.cost_model.forms import MemoryCosts, NotNegative, PassCosts, PassWork, PreprocessCosts
 from triptych.shared.cost_model.images import NativeResolution
-from triptych.shared.cost_model.unknowns import Unknowns
+from triptych.shared.cost_model.unknowns import LinkCosts, Unknowns
 from triptych.shared.errors import BadRequest
 
 VERSION = 1  # of the file; changes when an old one can't be read as if it were new
@@ -74,7 +74,8 @@ class ProfiledModel:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """See the module's docstring. measured_at: UTC, ISO 8601."""
+    """See the module's docstring. measured_at: UTC, ISO 8601. link: how KV gets from one instance to another on this machine,
+    messages not included; profiles of before it was measured have what is chosen."""
 
     version: int
     measured_at: str
@@ -85,6 +86,7 @@ class Profile:
     encode: StageProfile
     prefill: StageProfile
     decode: StageProfile
+    link: LinkCosts = Unknowns().local
 
     def stages(self) -> list[tuple[str, StageProfile]]:
         """In the order that a request takes."""
@@ -123,7 +125,7 @@ class Profile:
             prefill=self.prefill.costs,
             decode=self.decode.costs,
             memory=self.memory,
-            unknowns=unknowns or Unknowns(),
+            unknowns=replace(unknowns or Unknowns(), local=self.link),
         )
 
 

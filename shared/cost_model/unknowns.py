@@ -7,7 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+import msgspec
+
+from triptych.shared.cost_model.forms import NotNegative
 
 Link = Literal["rdma", "tcp", "local"]
 Stage = Literal["encode", "prefill", "decode"]
@@ -17,8 +21,8 @@ Stage = Literal["encode", "prefill", "decode"]
 class LinkCosts:
     """One pull alone on the link: latency_s, agreeing on sizes included, then bytes_per_s."""
 
-    latency_s: float
-    bytes_per_s: float
+    latency_s: NotNegative
+    bytes_per_s: Annotated[float, msgspec.Meta(gt=0)]
 
     def transfer_s(self, num_bytes: int) -> float:
         """Seconds for one tensor."""

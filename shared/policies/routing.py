@@ -28,8 +28,8 @@ class TransferCosts:
         return self.fixed_s + self.token_s * num_tokens
 
 
-# Chosen: a few messages, of 0.3 ms each on one machine, and 1 GB/s, one TCP connection, for the bytes of Qwen2.5-VL-7B: KV of
-# 57,344 a token, embeddings of 7,168.
+# Chosen, where no cost model tells (transfers.py): a few messages, of 0.3 ms each on one machine, and 1 GB/s, one TCP
+# connection, for the bytes of Qwen2.5-VL-7B: KV of 57,344 a token, embeddings of 7,168.
 KV_COSTS = TransferCosts(0.002, 60e-6)
 EMBEDDING_COSTS = TransferCosts(0.001, 7e-6)
 

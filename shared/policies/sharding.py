@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from triptych.shared.messages import InstanceId
 from triptych.shared.policies.pace import Pace
-from triptych.shared.policies.routing import EMBEDDING_COSTS
 from triptych.shared.policies.views import StageView
 
 MAX_SHARES = 8  # chosen: as many holders of an image as the cache index remembers
@@ -20,11 +19,13 @@ MIN_GAIN_SHARE = 0.1  # chosen: less is within what the paces of instances, and 
 
 @dataclass(frozen=True, slots=True)
 class DivisibleImage:
-    """num_pieces of piece_tokens each. prompt_at: where its prompt will probably be computed: no transfer from there."""
+    """num_pieces of piece_tokens each. prompt_at: where its prompt will probably be computed; encoded there, they need not
+    travel for transfer_s."""
 
     num_pieces: int
     piece_tokens: int
     prompt_at: InstanceId | None = None
+    transfer_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,5 +83,5 @@ class _Load:
         """When so many pieces would be where the prompt is, with all others that arrive there at that time."""
         view, image = self.view, self.image
         is_there = view.instance_id == image.prompt_at
-        transfer_s = 0.0 if is_there else EMBEDDING_COSTS.transfer_s(image.num_pieces * image.piece_tokens)
+        transfer_s = 0.0 if is_there else image.transfer_s
         return STEP_S * (1 + view.num_requests) + self.pace.finish_s(view, num_pieces * image.piece_tokens) + transfer_s

@@ -5,6 +5,7 @@ nothing is shared across tenants, whose salts differ.
 from __future__ import annotations
 
 import dataclasses
+import io
 import random
 import time
 from collections import Counter
@@ -12,8 +13,9 @@ from typing import Any
 
 import aiohttp
 import pytest
+from PIL import Image
 
-from support.cases import Case, ChatMessage, odd_picture, text
+from support.cases import Case, ChatMessage, Picture, odd_picture, text
 from support.client import Answer, ask, session
 from support.cluster import Cluster
 from support.reference import Reference
@@ -37,6 +39,20 @@ def turned(case: Case) -> Case:
     [message] = case.messages
     pictures = iter(case.pictures()[::-1])
     parts = tuple(part if isinstance(part, str) else next(pictures) for part in message.parts)
+    return dataclasses.replace(case, messages=(dataclasses.replace(message, parts=parts),))
+
+
+def saved_anew(case: Case) -> Case:
+    """The same pixels in other files."""
+
+    def saved(shown: Picture) -> Picture:
+        file = io.BytesIO()
+        with Image.open(io.BytesIO(shown.data)) as image:
+            image.convert("RGB").save(file, "PNG", compress_level=1)
+        return Picture("image/png", file.getvalue())
+
+    [message] = case.messages
+    parts = tuple(part if isinstance(part, str) else saved(part) for part in message.parts)
     return dataclasses.replace(case, messages=(dataclasses.replace(message, parts=parts),))
 
 
@@ -96,3 +112,6 @@ async def test_pictures_are_worked_on_once_for_each_tenant(cluster: Cluster, ref
             assert num_cached(later) >= prompts - 16
         other_order = await client.once_known(turned(case))
         assert num_cached(other_order) < prompts // 2, "the KV of pictures that stand elsewhere is another"
+        anew, work = await client.work_for(saved_anew(case))
+        assert work == NONE | {"pictures_decoded": NUM_PICTURES}, "the pixels are known, whatever file they are in"
+        assert anew.text == answer.text

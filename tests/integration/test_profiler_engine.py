@@ -39,6 +39,8 @@ def test_every_kind_of_pass_runs_and_frees_its_blocks(engine: Engine, checkpoint
         passes.prefill([PrefillChunk(16)] * 4),
         passes.decode(DecodeBatch(1, 2048)),
         passes.decode(DecodeBatch(8, 8 * 32)),
+        passes.move_kv(1),
+        passes.move_kv(engine.block_pool.num_blocks // 2),
     ]
     assert min(seconds) > 0
     assert seconds[1] > seconds[0]
@@ -49,6 +51,8 @@ def test_a_pass_that_does_not_fit_takes_nothing(engine: Engine, checkpoint: Chec
     passes = EnginePasses(engine, checkpoint, False, time.perf_counter)
     with pytest.raises(Overloaded, match="KV blocks are needed"):
         passes.decode(DecodeBatch(64, 64 * 4096))
+    with pytest.raises(Overloaded):
+        passes.move_kv(engine.block_pool.num_blocks - 1)
     assert engine.block_pool.num_free == engine.block_pool.num_blocks
 
 

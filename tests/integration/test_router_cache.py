@@ -5,7 +5,7 @@ attempt at most.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,8 @@ from triptych.shared.messages import EncodeRequest, PrefillRequest, PreprocessRe
 
 
 @pytest.fixture
-async def world(toy_checkpoint: Path) -> AsyncIterator[World]:
-    """Every test must leave nothing behind."""
-    async with World(toy_checkpoint, stage_wait_s=1.0, block_size=4) as made:
-        made.is_caching = True
-        yield made
-        await made.settled()
+def world(caching_world: World) -> World:
+    return caching_world
 
 
 def at_url(name: str) -> dict[str, Any]:
@@ -117,6 +113,34 @@ async def test_the_same_picture_elsewhere_in_a_prompt_is_not_encoded_again(world
     await world.ask([words("first "), picture("b"), picture("a"), words()])
     assert [request.pixels is None for request in stages["encoder"].seen].count(True) == 1
     assert seen(stages, "preprocess") == [2]
+
+
+async def test_the_same_pixels_in_another_file_are_only_decoded(world: World) -> None:
+    """Whoever holds them: the KV, or after that is gone the embeddings. A new picture takes one question more than a text."""
+    stages = world.add_all()
+    world.add("a-encoder", "encoder")
+    assert cached_tokens(await world.ask([picture("a"), words()])) == 0
+    num_trips = world.index.counters.num_round_trips
+    assert num_trips == 2, "is the file known? are its pixels, or the beginning of the prompt?"
+    assert cached_tokens(await world.ask([picture("a#saved anew"), words()])) > IMAGE_TOKENS
+    forget_kv(world, stages["prefill"])
+    assert cached_tokens(await world.ask([picture("a#and again"), words()])) == 0
+    assert world.index.counters.num_round_trips == 3 * num_trips
+    asked = [request for stage in world.all_stages for request in stage.seen if isinstance(request, EncodeRequest)]
+    assert sorted(request.pixels is None for request in asked) == [False, True]
+    assert seen(stages, "preprocess") == [3]
+
+
+async def test_a_picture_that_had_to_be_decoded_waits_for_no_other_one(world: World) -> None:
+    stages = world.add_all()
+
+    async def slow_first(request: PreprocessRequest) -> Any:
+        if request.content == b"picture a":
+            await until(lambda: bool(stages["encoder"].seen), "the second picture is encoded before the first one is known")
+        return await stages["preprocess"].default(request)
+
+    stages["preprocess"].hooks[PreprocessRequest] = slow_first
+    assert cached_tokens(await world.ask([picture("a"), picture("b"), words()])) == 0
 
 
 async def test_text_shares_its_beginning(world: World) -> None:

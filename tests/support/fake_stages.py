@@ -1,7 +1,8 @@
 """Stages without a model for tests of the router: they answer over a bus in memory and remember what they hold.
 
 `World` is a cluster of them with a real router in front, served over HTTP on a free port. Messages go through their wire form.
-With `is_caching` they keep what they made, and tell the index, as real ones do; a picture is what its bytes, or its URL, are.
+With `is_caching` they keep what they made, and tell the index, as real ones do; a picture is what its bytes, or its URL, are up
+to a `#`: what follows only makes it another file.
 """
 
 from __future__ import annotations
@@ -291,7 +292,8 @@ class FakeStage:
             return PreprocessReply(known, None, self.time("preprocess"), media_id)
         options_key = self.world.checkpoint.image.within(request.limits).key()
         names = {"model_revision": self.world.revision, "options_key": options_key}
-        pixels = (content * 3)[: len(content) // 3 * 9]
+        shown = content.partition(b"#")[0]
+        pixels = (shown * 3)[: len(shown) // 3 * 9]
         digest = mm_hash([pixels], (1, len(pixels) // 3), tenant_salt=request.cache_salt, **names)
         image = ImageInfo(digest, 56, 56, (1, 4, 4), IMAGE_TOKENS)
         if self.world.is_caching:

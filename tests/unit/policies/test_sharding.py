@@ -13,10 +13,9 @@ from support.stage_views import View, view, views
 from triptych.shared.messages import InstanceId
 from triptych.shared.policies.pace import Pace
 from triptych.shared.policies.policy_set import POLICY_SETS
-from triptych.shared.policies.routing import EMBEDDING_COSTS
 from triptych.shared.policies.sharding import MAX_SHARES, MIN_GAIN_SHARE, STEP_S, DivisibleImage, by_finish, undivided
 
-TILES = DivisibleImage(num_pieces=13, piece_tokens=256)  # InternVL2.5: 12 tiles and a thumbnail
+TILES = DivisibleImage(num_pieces=13, piece_tokens=256, transfer_s=0.024)  # InternVL2.5: 12 tiles and a thumbnail
 PACE = 2600.0  # ten tiles a second, as of its tower on an A100
 
 
@@ -67,7 +66,7 @@ def test_there_must_be_something_to_divide_and_somebody_to_divide_among() -> Non
 
 def test_where_the_prompt_goes_embeddings_need_not_travel() -> None:
     assert pieces(encoders(0, 0), replace(TILES, prompt_at=InstanceId("e1"))) == {"e0": 6, "e1": 7}
-    large = DivisibleImage(13, 2560, InstanceId("e1"))  # 0.2 s for transfers, 0.3 s for encoding
+    large = DivisibleImage(13, 2560, InstanceId("e1"), transfer_s=0.234)  # encoding takes 0.3 s
     assert pieces(encoders(0, 0, pace=100_000), large) == {"e0": 2, "e1": 11}
 
 
@@ -78,7 +77,7 @@ def test_only_ours_divides() -> None:
 
 @given(views, st.integers(1, 20), st.sampled_from([64, 256, 1024]))
 def test_shares_are_whole_and_worth_it(candidates: list[View], num_pieces: int, piece_tokens: int) -> None:
-    image = DivisibleImage(num_pieces, piece_tokens)
+    image = DivisibleImage(num_pieces, piece_tokens, transfer_s=0.02)
     shares = by_finish(candidates, image)
     assume(shares)
     ids = [share.instance_id for share in shares]
@@ -96,7 +95,7 @@ def test_shares_are_whole_and_worth_it(candidates: list[View], num_pieces: int, 
 @given(st.lists(st.integers(0, 3000), min_size=2, max_size=3), st.integers(2, 6), st.sampled_from([256, 1024]))
 def test_no_other_division_is_done_sooner(pending: list[int], num_pieces: int, piece_tokens: int) -> None:
     """All divisions are tried."""
-    candidates, image = encoders(*pending), DivisibleImage(num_pieces, piece_tokens)
+    candidates, image = encoders(*pending), DivisibleImage(num_pieces, piece_tokens, transfer_s=0.02)
     best_s = min(
         max(ready_s(one, candidates, image, num) for one, num in zip(candidates, nums, strict=True) if num)
         for nums in itertools.product(range(num_pieces + 1), repeat=len(candidates))
@@ -116,4 +115,4 @@ def ready_s(candidate: View, candidates: list[View], image: DivisibleImage, num_
     """Until an instance has encoded so many pieces, and all were transferred."""
     step_s = STEP_S * (1 + candidate.num_requests)
     encoded_s = Pace.of(candidates).finish_s(candidate, num_pieces * image.piece_tokens)
-    return step_s + encoded_s + EMBEDDING_COSTS.transfer_s(image.num_pieces * image.piece_tokens)
+    return step_s + encoded_s + image.transfer_s

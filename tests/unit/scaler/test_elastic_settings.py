@@ -86,6 +86,7 @@ def test_a_profile_of_another_model_is_refused(tmp_path: Path) -> None:
         model = ProfiledModel("a-model", revision, checkpoint.image)
         memory = MemoryCosts(10**8, 1000, 0, 512, 10**7)
         write_profile(Profile(VERSION, "2026-01-02T03:04:05Z", machine, model, memory, *[stage] * 4), tmp_path / name)
-    check_elastic(Settings(elastic="on", model=str(DEMO), profile=str(tmp_path / "own")))
+    for elastic in ("on", "off"):  # routers ask it as well
+        check_elastic(Settings(elastic=elastic, model=str(DEMO), profile=str(tmp_path / "own")))
     with pytest.raises(BadRequest, match="this profile is of another model: a-model"):
         check_elastic(Settings(elastic="on", model=str(DEMO), profile=str(tmp_path / "other")))

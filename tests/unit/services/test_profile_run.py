@@ -29,7 +29,7 @@ from triptych.shared.cost_model.derived import derive, isolated_slo
 from triptych.shared.cost_model.forms import MemoryCosts, PassCosts, PreprocessCosts
 from triptych.shared.cost_model.images import NativeResolution
 from triptych.shared.cost_model.profile import Machine, Profile, read_profile
-from triptych.shared.cost_model.unknowns import Unknowns
+from triptych.shared.cost_model.unknowns import LinkCosts, Unknowns
 from triptych.shared.engine.api import Chunk, Sequence
 from triptych.shared.engine.paged_kv import BlockPool
 from triptych.shared.errors import BadRequest
@@ -52,7 +52,7 @@ TRUTH = CostModel(
     prefill=PassCosts(0.005, 5e-4, 24.0, 0.001, 4e-8, 2e-6),
     decode=PassCosts(0.006, 7e-4, 8.0, 0.0, 0.0, 1e-6),
     memory=MemoryCosts(7, BLOCK_BYTES // BLOCK_SIZE, 0, 4 * EMBEDDING_SIZE, BLOCK_BYTES * NUM_BLOCKS),
-    unknowns=Unknowns(),
+    unknowns=Unknowns(local=LinkCosts(0.0002, 1e8)),
 )
 
 
@@ -96,6 +96,14 @@ class CostedEngine:
             self._spend(TRUTH.prefill_s([PrefillChunk(c.num_tokens, c.sequence.num_computed_tokens) for c in chunks]))
         return [0] * len(chunks)
 
+    def export_blocks(self, block_ids: Seq[int]) -> torch.Tensor:
+        self._spend(TRUTH.transfer_s(BLOCK_BYTES * len(block_ids), "local"))
+        return torch.zeros(len(block_ids))
+
+    def import_blocks(self, blocks: torch.Tensor, block_ids: Seq[int]) -> None:
+        assert len(blocks) == len(block_ids)
+        assert self.block_pool.num_used == 2 * len(block_ids)
+
     def exported_shape(self, num_blocks: int) -> tuple[tuple[int, ...], torch.dtype]:
         return (BLOCK_SHAPE[0], num_blocks, *BLOCK_SHAPE[2:]), torch.float32
 
@@ -128,6 +136,7 @@ def test_the_truth_is_found(quick: Profile) -> None:
         assert stage.error.num_points >= 2
         assert stage.error.p95 < 0.03
     found = quick.cost_model()
+    assert found.transfer_s(10**6, "local") == pytest.approx(TRUTH.transfer_s(10**6, "local"), rel=0.03)
     image = TRUTH.image(300, 250)
     assert found.preprocess_s(700, 600) == pytest.approx(TRUTH.preprocess_s(700, 600), rel=0.03)
     assert found.encode_s([image] * 3) == pytest.approx(TRUTH.encode_s([image] * 3), rel=0.03)
@@ -184,6 +193,7 @@ def test_the_command_tells_saves_and_plots(saved: Path, checkpoint: Checkpoint, 
     run_profile(Settings(), checkpoint, lambda encoded: None, options(saved, load=saved))
     shown = capsys.readouterr()
     assert "capacity of an image instance" in shown.out
+    assert "KV to another instance here: 220 µs and 0.1 GB/s" in shown.out
     assert all(f"\n{name}" in shown.out for name, _ in profile.stages())
     assert shown.err == ""
 

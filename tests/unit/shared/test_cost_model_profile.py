@@ -23,7 +23,7 @@ from triptych.shared.cost_model.profile import (
     require_writable,
     write_profile,
 )
-from triptych.shared.cost_model.unknowns import Unknowns
+from triptych.shared.cost_model.unknowns import LinkCosts, Unknowns
 from triptych.shared.errors import BadRequest
 
 MACHINE = Machine("cpu", "Some CPU", num_cores=8, num_threads=2, dtype="float32")
@@ -67,6 +67,19 @@ def test_a_profile_is_a_cost_model(profile: Profile) -> None:
     assert model.image(448, 448).num_tokens == 256
     assert model.embedding_bytes(model.image(448, 448)) == 256 * 512
     assert (model.kv_bytes(3), model.role_switch_s) == (3000, 9.0)
+
+
+def test_a_link_that_was_not_measured_is_chosen(profile: Profile, tmp_path: Path) -> None:
+    """As in profiles of before it was; one of another kind is none."""
+    path = tmp_path / "a.json"
+    write_profile(replace(profile, link=LinkCosts(0.001, 5e8)), path)
+    assert read_profile(path).cost_model().transfer_s(500, "local") == pytest.approx(0.001001)
+    written = json.loads(path.read_text())
+    path.write_text(json.dumps({name: value for name, value in written.items() if name != "link"}))
+    assert read_profile(path).link == Unknowns().local
+    path.write_text(json.dumps(written | {"link": {"latency_s": 0.0, "bytes_per_s": 0.0}}))
+    with pytest.raises(BadRequest, match="is not a profile"):
+        read_profile(path)
 
 
 def test_the_same_machine_and_model_match(profile: Profile) -> None:
