@@ -47,6 +47,7 @@ from triptych.loadgen.report.results import OutcomesReader
 from triptych.loadgen.report.schema import ClassFigures
 from triptych.loadgen.traces.row import TraceRow
 from triptych.loadgen.traces.trace import MalformedRows, Trace
+from triptych.shared.console import progress_console
 from triptych.shared.machine import num_cores
 
 OURS, THEIRS = "triptych", "vllm"
@@ -136,7 +137,7 @@ class _ClusterBench:
     options: ClusterOptions
     scale: Scale
     folder: Path
-    console: Console = field(default_factory=lambda: Console(stderr=True))
+    console: Console = field(default_factory=progress_console)
     isolated: Mapping[str, Isolated] = field(default_factory=dict)
     knee_per_s: float | None = None
     found: Found = field(default_factory=dict)

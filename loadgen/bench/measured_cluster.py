@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from rich.console import Console
 
 from triptych.loadgen.cluster import running_cluster
+from triptych.shared.console import progress_console
 
 REQUEST_TIMEOUT_S = 120.0  # chosen
 
@@ -28,7 +28,7 @@ async def measured_cluster(
     timeout, connector = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S), aiohttp.TCPConnector(limit=0)
     with tempfile.TemporaryDirectory() as logs:
         async with (
-            running_cluster(model, Path(logs), Console(stderr=True), options) as info,
+            running_cluster(model, Path(logs), progress_console(), options) as info,
             aiohttp.ClientSession(timeout=timeout, connector=connector) as http,
         ):
             yield info, http

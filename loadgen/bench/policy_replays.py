@@ -21,7 +21,7 @@ from triptych.loadgen.bench import keeping_up
 from triptych.loadgen.bench.keeping_up import Effort, Effortmeter
 from triptych.loadgen.bench.measured_cluster import REQUEST_TIMEOUT_S, measured_cluster
 from triptych.loadgen.bench.runner import BenchFailed, Plan, machine, tell
-from triptych.loadgen.replay.conditions import OUTCOMES_FILE
+from triptych.loadgen.replay.conditions import OUTCOMES_FILE, Conditions
 from triptych.loadgen.replay.open_loop import SendOptions
 from triptych.loadgen.replay.options import ReplayOptions
 from triptych.loadgen.replay.outcome import RequestOutcome
@@ -42,6 +42,7 @@ SLO_FACTOR = 5
 BURSTS = "bursts"
 IMAGE_BURSTS_S = ((60.0, 90.0), (150.0, 180.0))  # of workloads/bursts: more requests with pictures, more pictures a request
 STREAM_INTERVAL_S = 0.1  # chosen, real: TTFT and the mean TBT of an output don't depend on it, what it costs to emulate does
+MAX_IMAGES = 9  # of a request: of 13 tiles, so of 3,328 tokens, at most, of which no more fit in the model's context of 32,768
 MAX_PREFILL_TOKENS = 2048  # of a step, chosen for all sets: Sarathi-Serve (arXiv 2403.02310) takes 512 to 2048
 
 
@@ -147,12 +148,12 @@ class PolicyBench:
             for seed in self._scale.seeds:
                 tell(f"{policy}: {workload}, seed {seed} ...")
                 before = await meter.read()
-                await self._replay(str(info["url"]), workload, seed, into)
+                conditions = await self._replay(str(info["url"]), workload, seed, into)
                 into.efforts.append(Effort.between(before, await meter.read()))
-                tell(f"  {into.efforts[-1]}")
+                tell(f"  {into.efforts[-1]}{_failures(conditions)}")
         return found
 
-    async def _replay(self, url: str, workload: str, seed: int, into: Found) -> None:
+    async def _replay(self, url: str, workload: str, seed: int, into: Found) -> Conditions:
         out = self._folder / f"{workload}-{seed}"
         out.mkdir(exist_ok=True)
         conditions = await replay(self._trace(workload, seed), self._replay_options(url, out, seed), Console(quiet=True))
@@ -168,6 +169,7 @@ class PolicyBench:
         into.num_failed += sum(whole.errors.values())
         if workload == BURSTS:
             into.burst_text_s += self._text_in_bursts(OutcomesReader(out / OUTCOMES_FILE))
+        return conditions
 
     def _text_in_bursts(self, outcomes: Iterable[RequestOutcome]) -> Iterator[float]:
         """Who was not answered has waited as long as anybody would."""
@@ -197,6 +199,7 @@ class PolicyBench:
             text_rate_scale=part.rate / part.abridged,
             image_rate_scale=part.rate / part.abridged,
             speed_up=self._scale.time_scale * part.abridged,
+            max_images=MAX_IMAGES,
             seed=seed,
         )
         rows = workload_rows(msgspec.structs.replace(load_workload(workload), seed=seed))
@@ -211,3 +214,8 @@ class PolicyBench:
             slos=parse_slos([f"ttft={SLO_FACTOR}x,tbt={SLO_FACTOR}x"]),
             isolated=self.isolated,
         )
+
+
+def _failures(conditions: Conditions) -> str:
+    """What was said of the first failure of each kind."""
+    return "".join(f"\n  failed, {kind}: {told}" for kind, told in conditions.error_examples.items())

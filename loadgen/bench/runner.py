@@ -12,8 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
-from rich.console import Console
-
+from triptych.shared.console import progress_console
 from triptych.shared.machine import cpu_name, num_cores
 
 Side = Callable[[], Awaitable[Mapping[str, float]]]
@@ -69,7 +68,5 @@ def machine() -> dict[str, object]:
 
 
 def tell(line: str) -> None:
-    """Progress, for people who watch: only on a terminal, and never on stdout."""
-    console = Console(stderr=True)
-    if console.is_terminal:
-        console.print(line, style="dim", markup=False, highlight=False)
+    """Progress, for people who watch or read a log; never on stdout."""
+    progress_console().print(line, style="dim", markup=False, highlight=False, soft_wrap=True)

@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 import uvloop
-from rich.console import Console
 from typer import Argument, Option
 
 from triptych.loadgen.replay.conditions import read_conditions
@@ -25,10 +24,12 @@ from triptych.loadgen.replay.run import replay
 from triptych.loadgen.replay.slo import FORM, Isolated, parse_slos
 from triptych.loadgen.replay.target import API_KEY_VARIABLE, auth_headers, base_url
 from triptych.loadgen.report.commands import publish
+from triptych.loadgen.report.figures import num_failed
 from triptych.loadgen.report.results import REPORT_FILES, ReportFailed
 from triptych.loadgen.traces.open import open_trace
 from triptych.loadgen.traces.trace import MAX_RATE_SCALE, PAPER_MAX_IMAGES, Trace, TraceError, TraceOptions
 from triptych.loadgen.undecodable import UNDECODABLE
+from triptych.shared.console import progress_console
 from triptych.shared.units import plain
 
 FAILED_STATUS, REFUSED_STATUS, INTERRUPTED_STATUS = 1, 2, 130
@@ -90,7 +91,15 @@ def replay_command(
     )
     try:
         shape = TraceOptions(
-            image_count, max_images, start, duration, text_rate, image_rate, speed_up=speed_up, limit=limit, seed=seed
+            image_count,
+            start,
+            duration,
+            text_rate,
+            image_rate,
+            speed_up=speed_up,
+            max_images=max_images,
+            limit=limit,
+            seed=seed,
         )
         opened = open_trace(trace, shape)
     except TraceError as error:
@@ -102,26 +111,31 @@ def replay_command(
 
 
 def _run(trace: Trace, options: ReplayOptions) -> int:
-    """The exit status: 0 when all was sent, 130 after Ctrl-C, 1 when target, trace or disk ended it. There is a report either
-    way."""
+    """The exit status: 0 when all was sent and something answered, 130 after Ctrl-C, 1 when target, trace or disk ended it, or
+    every request failed. There is a report either way."""
     gc.freeze()  # what was imported lives on: a collection that looks at all of it would hold up the sender
     status, message = INTERRUPTED_STATUS, ""
+    console = progress_console()
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            conditions = runner.run(replay(trace, options, Console(stderr=True)))
+            conditions = runner.run(replay(trace, options, console))
         status, message = EXIT_STATUS.get(conditions.ended, FAILED_STATUS), conditions.message
     except (KeyboardInterrupt, asyncio.CancelledError):
         pass  # the second Ctrl-C
     except OSError as error:
         status, message = FAILED_STATUS, f"The results cannot be written: {error}."
     try:
-        publish(options.out)
+        report = publish(options.out)
+        whole = report.classes[0]
+        if status == 0 and num_failed(whole) and not whole.num_finished:
+            kind, told = next(iter(conditions.error_examples.items()))
+            status, message = FAILED_STATUS, f"Every request failed, the first one with {kind}: {told}"
     except ReportFailed as error:
         status, message = REFUSED_STATUS, f"{message}\n{error}".lstrip()
     except KeyboardInterrupt:
         status, message = INTERRUPTED_STATUS, f"No report was made; `loadgen report {options.out}` makes one."
     if message:
-        sys.stderr.write(f"{plain(message)}\n")
+        console.print(plain(message), markup=False, highlight=False, soft_wrap=True)
     return status
 
 

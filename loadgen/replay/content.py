@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -37,13 +38,14 @@ _TASKS = {0: [*TEXT], 1: [task for task in ONE_PICTURE if task in ADVERTISED]}
 @dataclass(frozen=True, slots=True)
 class Message:
     """A user's message as pieces of JSON. is_forced: the answer is to be exactly max_tokens long, whatever it says. answer: the
-    right one, where it is known."""
+    right one, where it is known. begins_anew: the earlier turns leave it no room, and are not repeated."""
 
     pieces: tuple[Piece, ...]
     num_images: int
     max_tokens: int
     is_forced: bool = False
     answer: str | None = None
+    begins_anew: bool = False
 
 
 class Content(Protocol):
@@ -53,7 +55,7 @@ class Content(Protocol):
 
     def message(self, index: int, row: TraceRow, num_history_tokens: int) -> Message:
         """The message of the request at this index, the same for the same seed; the prompt begins with num_history_tokens of
-        earlier turns."""
+        earlier turns, unless the message says otherwise."""
         ...
 
 
@@ -103,17 +105,20 @@ class TraceContent:
         self.num_longer = 0  # than the trace has them: what is not text of their own takes more
 
     def message(self, index: int, row: TraceRow, num_history_tokens: int) -> Message:
-        pictures = self._pictures(index, row)
-        num_context_tokens, num_output_tokens = self._fitted(row)
-        num_image_tokens = sum(self._costs.of_picture(picture.width * picture.height) for picture in pictures)
-        num_text_tokens = num_context_tokens - num_history_tokens - num_image_tokens - self._costs.per_request
+        fitted = self._fitted(row, self._pictures(index, row), num_history_tokens)
+        num_text_tokens = fitted.num_context_tokens - fitted.num_history_tokens - self._num_fixed_tokens(fitted.pictures)
         self.num_longer += num_text_tokens < 0
         num_words = max(1, round(num_text_tokens / self._costs.per_word))
-        shared = () if num_history_tokens else tuple(self._shared(row, num_words))
+        shared = () if fitted.num_history_tokens else tuple(self._shared(row, num_words))
         num_shared_words = min(num_words, len(row.prefix_ids) * self._block_words(row)) if shared else 0
         own = self._words.text(2 * index, num_words - num_shared_words) if num_words > num_shared_words else ()
-        pieces = user_message(shared, pictures, own)
-        return Message(pieces, len(pictures), num_output_tokens, is_forced=not self._is_natural)
+        return Message(
+            user_message(shared, fitted.pictures, own),
+            len(fitted.pictures),
+            fitted.num_output_tokens,
+            is_forced=not self._is_natural,
+            begins_anew=fitted.num_history_tokens < num_history_tokens,
+        )
 
     def _pictures(self, index: int, row: TraceRow) -> list[Picture]:
         if not row.num_images:
@@ -136,15 +141,36 @@ class TraceContent:
     def _block_words(self, row: TraceRow) -> int:
         return max(1, round(row.prefix_block_size / self._costs.per_word))
 
-    def _fitted(self, row: TraceRow) -> tuple[int, int]:
-        """Context and output in tokens, cut to what the model takes, if it says so."""
-        limit = self._costs.max_model_len
+    def _fitted(self, row: TraceRow, pictures: Sequence[Picture], num_history_tokens: int) -> _Fitted:
+        """Cut to what the model takes, if it says so: earlier turns are forgotten before pictures are left out."""
         num_context, num_output = row.num_context_tokens, max(1, row.num_output_tokens)
-        if limit is None or num_context + num_output <= limit * (1 - FIT_MARGIN):
-            return num_context, num_output
-        self.num_cut += 1
-        num_output = min(num_output, limit // 2)
-        return min(num_context, int(limit * (1 - FIT_MARGIN)) - num_output), num_output
+        limit = self._costs.max_model_len or sys.maxsize
+        num_most = int(limit * (1 - FIT_MARGIN))
+        num_beside_text = num_history_tokens + self._num_fixed_tokens(pictures)
+        if max(num_context, num_beside_text) + num_output > num_most:
+            self.num_cut += 1
+            num_output = min(num_output, limit // 2)
+            num_most -= num_output
+            num_context = min(num_context, num_most)
+            if num_beside_text > num_most:
+                num_history_tokens = 0
+            while pictures and self._num_fixed_tokens(pictures) > num_most:
+                pictures = pictures[:-1]
+        return _Fitted(pictures, num_history_tokens, num_context, num_output)
+
+    def _num_fixed_tokens(self, pictures: Sequence[Picture]) -> float:
+        """Of a prompt without words, and without earlier turns."""
+        return self._costs.per_request + sum(self._costs.of_picture(picture.width * picture.height) for picture in pictures)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fitted:
+    """What the model takes of a row, in tokens. num_context_tokens: all of the prompt."""
+
+    pictures: Sequence[Picture]
+    num_history_tokens: int
+    num_context_tokens: int
+    num_output_tokens: int
 
 
 def _pool(pool: PicturePool | None) -> PicturePool:

@@ -64,6 +64,11 @@ def _notes(content: Content, loop: OpenLoop) -> Iterator[str]:
         yield f"{MAX_OPEN:,} requests were open at once; others waited for them to end, and were sent late or not at all."
 
 
-def with_malformed(conditions: Conditions, trace: Trace) -> Conditions:
+def with_read(conditions: Conditions, trace: Trace) -> Conditions:
+    """What could not be read of the trace, and what was left out of it."""
     first = tuple(f"line {row.line_number}: {row.reason}" for row in trace.malformed.first)
-    return replace(conditions, num_malformed_rows=trace.malformed.count, malformed_rows=first)
+    notes = conditions.notes
+    if trace.shaping.num_capped_rows:
+        num_left_out = f"{trace.shaping.num_images_left_out:,} pictures of {trace.shaping.num_capped_rows:,} requests"
+        notes = (*notes, f"{num_left_out} were left out: these have more in the trace than --max-images allows.")
+    return replace(conditions, notes=notes, num_malformed_rows=trace.malformed.count, malformed_rows=first)

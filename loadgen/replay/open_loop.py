@@ -156,6 +156,8 @@ class OpenLoop:
                     stream.fail(UNFINISHED, "")
                     return
                 request.message = message = self._content.message(request.index, row, history.num_tokens)
+                if message.begins_anew:
+                    history.forget()
                 keeps_history = row.session is not None and self._content.keeps_history
                 stream.keeps_text = keeps_history or message.answer is not None
                 cut_after = self._cut_after(request.index, message)

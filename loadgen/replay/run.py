@@ -17,7 +17,7 @@ from rich.console import Console
 
 from triptych.loadgen.replay.conditions import Conditions, Ended, write_conditions
 from triptych.loadgen.replay.exchange import Exchange, client_session
-from triptych.loadgen.replay.findings import begun, with_malformed, with_prepared, with_told
+from triptych.loadgen.replay.findings import begun, with_prepared, with_read, with_told
 from triptych.loadgen.replay.open_loop import OpenLoop
 from triptych.loadgen.replay.options import ReplayOptions
 from triptych.loadgen.replay.outcome import RequestOutcome
@@ -48,8 +48,10 @@ async def replay(trace: Trace, options: ReplayOptions, console: Console) -> Cond
         run.end("interrupted", INTERRUPTED)
         raise
     finally:
-        write_conditions(with_malformed(run.conditions, trace), options.out)
-    return with_malformed(run.conditions, trace)
+        trace.shaping.is_stopped = True  # or the end would wait for a thread that still reads
+        conditions = with_read(run.conditions, trace)
+        write_conditions(conditions, options.out)
+    return conditions
 
 
 class _Run:

@@ -24,6 +24,11 @@ class History:
         self.num_tokens = 0
         self.ended_s = 0.0
 
+    def forget(self) -> None:
+        """What was said, not when."""
+        self.pieces.clear()
+        self.num_tokens = 0
+
     def add(self, message: Sequence[Piece], answer: str, num_tokens: int) -> None:
         """A turn that was answered. num_tokens: of the whole conversation by now."""
         said = json.dumps(answer).encode()

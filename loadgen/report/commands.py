@@ -10,13 +10,12 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
 
 from triptych.loadgen.report.compare import compare, print_comparison
 from triptych.loadgen.report.results import ReportFailed, make_report, read_report, write_report
 from triptych.loadgen.report.schema import Report
 from triptych.loadgen.report.table import print_report
-from triptych.shared.console import table_console
+from triptych.shared.console import progress_console, table_console
 from triptych.shared.units import plain
 
 FAILED_STATUS = 2
@@ -31,7 +30,7 @@ def publish(folder: Path) -> Report:
         ReportFailed: it is no results folder, or cannot be written to.
     """
     console = table_console()
-    with Console(stderr=True).status("Making the report ..."):  # of a million requests it takes a minute
+    with progress_console().status("Making the report ..."):  # of a million requests it takes a minute
         report = make_report(folder)
     try:
         files = write_report(report, folder)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from triptych.loadgen.synth.fit import Made
@@ -17,7 +16,7 @@ from triptych.loadgen.synth.scaling import Wishes, as_wished
 from triptych.loadgen.synth.workload import load_workload
 from triptych.loadgen.traces.trace import TraceError
 from triptych.loadgen.traces.writer import write_trace
-from triptych.shared.console import table_console
+from triptych.shared.console import progress_console, table_console
 from triptych.shared.units import plain
 
 WORKLOADS = "azure-lmm, bursts, chat-reuse, day, image-light, servegen, tides, or a .toml file of yours"
@@ -48,7 +47,7 @@ def synth_command(
         first = next(rows, None)
         if first is None:
             raise TraceError(f"{path}: no request in {wished.duration_s:g} s at this rate")
-        with Console(stderr=True).status(Text(f"writing {path}")):
+        with progress_console().status(Text(f"writing {path}")):
             write_trace(chain((first,), rows), path)
     except TraceError as error:
         sys.stderr.write(f"{plain(str(error))}\n")

@@ -16,7 +16,7 @@ from triptych.loadgen.traces.detect import detect
 from triptych.loadgen.traces.reader import from_zero, in_time_order, numbered_lines, parsed
 from triptych.loadgen.traces.row import TraceRow
 from triptych.loadgen.traces.shaping import shaped
-from triptych.loadgen.traces.trace import MalformedRows, Trace, TraceError, TraceOptions
+from triptych.loadgen.traces.trace import MalformedRows, Shaping, Trace, TraceError, TraceOptions
 
 GZIP_MAGIC = b"\x1f\x8b"
 
@@ -25,13 +25,15 @@ def open_trace(path_or_name: str | Path, options: TraceOptions | None = None) ->
     """The trace, shaped by the options; only its beginning is read now. Raises TraceError, whose text is for the user."""
     options = options or TraceOptions()
     path, name = Path(path_or_name), str(path_or_name)
+    shaping = Shaping()
     if path.suffix == SUFFIX or (name in workload_names() and not path.is_file()):
-        return Trace(name, "workload", shaped(workload_rows(load_workload(path_or_name)), options), MalformedRows())
+        rows = shaped(workload_rows(load_workload(path_or_name)), options, shaping)
+        return Trace(name, "workload", rows, MalformedRows(), shaping=shaping)
     trace = _open_file(path, options)
     first = next(trace, None)
     if first is None:
         raise TraceError(f"{path.name}: {trace.form} without a row that can be used{_malformed(trace.malformed)}")
-    return replace(trace, rows=shaped(chain((first,), trace.rows), options))
+    return replace(trace, rows=shaped(chain((first,), trace.rows), options, shaping), shaping=shaping)
 
 
 def _open_file(path: Path, options: TraceOptions) -> Trace:

@@ -1,23 +1,24 @@
-"""Makes a schedule of a trace's rows: a cap on pictures, a window, rates of the classes, speed. Pure, streaming, seeded."""
+"""Makes a schedule of a trace's rows: a window, rates of the classes, speed, a cap on pictures. Pure, streaming, seeded."""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from itertools import count, islice
+from itertools import count, islice, takewhile
 from random import Random
 
 from triptych.loadgen.traces.form import SessionStates
 from triptych.loadgen.traces.row import TraceRow
-from triptych.loadgen.traces.trace import TraceOptions
+from triptych.loadgen.traces.trace import Shaping, TraceOptions
 
 COPY_SHIFT = 48  # bits; chosen: ids of the published traces stay below, and copies of ids in the 64 bits that JSON carries
 
 
-def shaped(rows: Iterator[TraceRow], options: TraceOptions) -> Iterator[TraceRow]:
-    if options.max_images is not None:
-        rows = with_at_most_images(rows, options.max_images)
+def shaped(rows: Iterator[TraceRow], options: TraceOptions, shaping: Shaping | None = None) -> Iterator[TraceRow]:
+    """shaping: filled as rows are read."""
+    told = shaping or Shaping()
+    rows = takewhile(lambda _: not told.is_stopped, rows)
     if options.start_s or options.duration_s is not None:
         rows = window(rows, options.start_s, options.duration_s)
     rates = {"text": options.text_rate_scale, "image": options.image_rate_scale}
@@ -25,15 +26,20 @@ def shaped(rows: Iterator[TraceRow], options: TraceOptions) -> Iterator[TraceRow
         rows = rate_scaled(rows, rates, options.repeat_within_s, options.seed)
     if options.speed_up != 1.0:
         rows = sped_up(rows, options.speed_up)
+    if options.max_images is not None:
+        rows = with_at_most_images(rows, options.max_images, told)
     return islice(rows, options.limit)
 
 
-def with_at_most_images(rows: Iterator[TraceRow], max_images: int) -> Iterator[TraceRow]:
-    """Pictures too many are left out; their tokens as well, where the row tells them."""
+def with_at_most_images(rows: Iterator[TraceRow], max_images: int, shaping: Shaping) -> Iterator[TraceRow]:
+    """Pictures too many are left out and counted; their tokens as well, where the row tells them."""
     for row in rows:
         if row.num_images <= max_images:
             yield row
-        elif row.num_image_tokens is None:
+            continue
+        shaping.num_capped_rows += 1
+        shaping.num_images_left_out += row.num_images - max_images
+        if row.num_image_tokens is None:
             yield replace(row, num_images=max_images, image_ids=row.image_ids[:max_images])
         else:
             num_image_tokens = row.num_image_tokens * max_images // row.num_images

@@ -24,19 +24,19 @@ class TraceError(Exception):
 class TraceOptions:
     """How rows become a schedule, applied in this order; times are the trace's own until speed_up divides them.
 
-    image_count: how Azure LMM's NumImages is read, whose values are squares. max_images: a request with more has this many;
-    None: no cap. start_s, duration_s: only rows of that window, which then begins at 0. text_rate_scale, image_rate_scale:
-    below 1 a seeded draw drops requests, above 1 repeats follow within repeat_within_s. limit: at most so many rows.
+    image_count: how Azure LMM's NumImages is read, whose values are squares. start_s, duration_s: only rows of that window,
+    which then begins at 0. text_rate_scale, image_rate_scale: below 1 a seeded draw drops requests, above 1 repeats follow
+    within repeat_within_s. max_images: a request with more has this many; None: no cap. limit: at most so many rows.
     """
 
     image_count: ImageCount = "sqrt"
-    max_images: int | None = PAPER_MAX_IMAGES
     start_s: float = 0.0
     duration_s: float | None = None
     text_rate_scale: float = 1.0
     image_rate_scale: float = 1.0
     repeat_within_s: float = 5.0  # chosen: several gaps of the Azure LMM trace, less than a burst of it
     speed_up: float = 1.0
+    max_images: int | None = PAPER_MAX_IMAGES
     limit: int | None = None
     seed: int = 0
 
@@ -75,10 +75,20 @@ class MalformedRows:
             self.first.append(MalformedRow(line_number, reason))
 
 
+@dataclass(slots=True)
+class Shaping:
+    """While rows are shaped. num_capped_rows: those with more pictures than the cap; num_images_left_out: of theirs.
+    is_stopped: set, in any thread, by whoever wants no more rows, even if the next one is far away."""
+
+    num_capped_rows: int = 0
+    num_images_left_out: int = 0
+    is_stopped: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Trace(Iterator[TraceRow]):
-    """Rows in order of arrival_s, read while they are asked for, once. malformed fills while rows are read. close: for whoever
-    does not read them all.
+    """Rows in order of arrival_s, read while they are asked for, once. malformed and shaping fill while rows are read. close:
+    for whoever does not read them all.
 
     name: the file's or workload's, to be shown. form: azure-llm, azure-lmm, mooncake, bailian, burstgpt, triptych, workload.
     """
@@ -88,6 +98,7 @@ class Trace(Iterator[TraceRow]):
     rows: Iterator[TraceRow]
     malformed: MalformedRows
     close: Callable[[], None] = lambda: None
+    shaping: Shaping = field(default_factory=Shaping)
 
     def __next__(self) -> TraceRow:
         return next(self.rows)

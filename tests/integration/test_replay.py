@@ -8,7 +8,8 @@ import itertools
 import json
 import re
 import signal
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,8 @@ from triptych.loadgen.replay.run import replay
 from triptych.loadgen.replay.slo import parse_slos
 from triptych.loadgen.replay.watchdog import Watchdog
 from triptych.loadgen.traces.row import TraceRow
-from triptych.loadgen.traces.trace import MalformedRow, MalformedRows, Trace
+from triptych.loadgen.traces.shaping import shaped
+from triptych.loadgen.traces.trace import MalformedRow, MalformedRows, Shaping, Trace, TraceOptions
 
 SMALL = PictureOptions(size=(64, 64))
 LATE_S = 2.0  # a loaded machine; nothing here is a measurement
@@ -243,6 +245,41 @@ async def test_nothing_of_the_trace_is_left(tmp_path: Path) -> None:
         ran = await run(stub, [], tmp_path)
     assert (ran.conditions.ended, ran.outcomes) == ("trace_empty", [])
     assert ran.conditions.message.startswith("No request of the trace is left to be sent")
+
+
+async def test_ctrl_c_on_a_long_way_to_the_start(tmp_path: Path) -> None:
+    """Nothing reads the trace any more, or the process would not end."""
+    shaping, is_far, has_ended = Shaping(), threading.Event(), threading.Event()
+
+    def endless() -> Iterator[TraceRow]:
+        for second in itertools.count():
+            if second == 10_000:
+                is_far.set()
+            yield TraceRow(float(second), 20, 2)
+
+    def rows() -> Iterator[TraceRow]:
+        yield from shaped(endless(), TraceOptions(start_s=1e12), shaping)
+        has_ended.set()
+
+    async with StubTarget() as stub:
+        trace = Trace("t", "workload", rows(), MalformedRows(), shaping=shaping)
+        replaying = asyncio.create_task(replay(trace, ReplayOptions(stub.url, tmp_path), Console(file=io.StringIO())))
+        assert await asyncio.to_thread(is_far.wait, 30)
+        replaying.cancel()
+        await asyncio.wait([replaying], timeout=30)
+        assert await asyncio.to_thread(has_ended.wait, 30)
+    assert read_conditions(tmp_path).ended == "interrupted"
+
+
+async def test_pictures_beyond_the_cap_are_told(tmp_path: Path) -> None:
+    shaping = Shaping()
+    rows = shaped(iter([TraceRow(0.0, 200, 2, 3), TraceRow(0.0, 200, 2, 1)]), TraceOptions(max_images=2), shaping)
+    async with StubTarget() as stub:
+        trace = Trace("t", "workload", rows, MalformedRows(), shaping=shaping)
+        options = ReplayOptions(stub.url, tmp_path, pictures=SMALL)
+        conditions = await replay(trace, options, Console(file=io.StringIO()))
+    note = "1 pictures of 1 requests were left out: these have more in the trace than --max-images allows."
+    assert note in conditions.notes
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a disk that is always full")

@@ -27,15 +27,16 @@ def trace_of(rows: Iterable[TraceRow], folder: Path) -> Path:
     return file
 
 
-async def start(*arguments: str) -> asyncio.subprocess.Process:
+async def start(*arguments: str, output: int = asyncio.subprocess.PIPE) -> asyncio.subprocess.Process:
+    """output: where what it prints goes."""
     return await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
         "triptych.loadgen.cli",
         "replay",
         *arguments,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
+        stdout=output,
+        stderr=output,
         env={**os.environ, "PYTHONSAFEPATH": "1", "OPENAI_API_KEY": "hush"},
     )
 
@@ -113,6 +114,29 @@ async def test_ctrl_c_before_anything_is_sent(inherited: Any, tmp_path: Path) ->
     assert "Traceback" not in error
     assert read_conditions(out).ended == "interrupted"
     assert read_report(out).classes[0].num_requests == 0
+
+
+async def test_who_reads_may_go_away(tmp_path: Path) -> None:
+    """As in `loadgen replay ... 2>&1 | head -1`."""
+    trace, out = trace_of((TraceRow(0.01 * i, 20, 2) for i in range(5)), tmp_path), tmp_path / "out"
+    reader, writer = os.pipe()
+    async with StubTarget() as stub:
+        process = await start(str(trace), "--target", stub.url, "--out", str(out), output=writer)
+        os.close(writer)
+        assert await asyncio.wait_for(asyncio.to_thread(os.read, reader, 1), TIMEOUT_S)
+        os.close(reader)
+        assert await asyncio.wait_for(process.wait(), TIMEOUT_S) == 0
+    assert read_report(out).classes[0].num_finished == 5
+    assert (out / PAGE_FILE).stat().st_size > 1000
+
+
+async def test_a_run_without_an_answer_has_failed(tmp_path: Path) -> None:
+    trace, out = trace_of((TraceRow(0.01 * i, 20, 2) for i in range(5)), tmp_path), tmp_path / "out"
+    async with StubTarget(lambda body: Reply(status=200 if body["max_tokens"] == 1 else 503)) as stub:
+        status, _, error = await end(await start(str(trace), "--target", stub.url, "--out", str(out)))
+    assert status == 1, error
+    assert error.splitlines()[-1] == "Every request failed, the first one with http_503: refused with 503"
+    assert read_report(out).classes[0].errors == {"http_503": 5}
 
 
 async def test_no_target_still_has_a_report(tmp_path: Path) -> None:

@@ -7,9 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from triptych.loadgen.bench.policy import POLICIES, _bars
-from triptych.loadgen.bench.policy_replays import BURSTS, IMAGE_BURSTS_S, Part, PolicyBench, Scale, percentile
+from triptych.loadgen.bench.policy import FULL, LIGHT, POLICIES, _bars
+from triptych.loadgen.bench.policy_replays import (
+    BURSTS,
+    GPU,
+    IMAGE_BURSTS_S,
+    MODEL,
+    SEEDS,
+    Part,
+    PolicyBench,
+    Scale,
+    percentile,
+)
 from triptych.loadgen.synth.workload import load_workload
+from triptych.shared.cost_model.images import TilesAndThumbnail
+from triptych.shared.cost_model.published import published_cost_model
+from triptych.shared.emulation import MAX_POSITION_EMBEDDINGS
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.5, 50), (0.99, 99), (1.0, 100), (0.001, 1)])
@@ -46,3 +59,15 @@ def test_an_abridged_workload_has_the_same_shape_in_less_time(tmp_path: Path) ->
 
 def share_in_bursts(times_s: Sequence[float]) -> float:
     return sum(any(begin_s <= at_s < end_s for begin_s, end_s in IMAGE_BURSTS_S) for at_s in times_s) / len(times_s)
+
+
+@pytest.mark.parametrize("workload", [BURSTS, LIGHT])
+def test_what_is_sent_fits_in_the_models_context(workload: str, tmp_path: Path) -> None:
+    """Whatever the drawings are like: tiles depend on their ratio."""
+    images = published_cost_model(GPU, MODEL, 1).images
+    assert isinstance(images, TilesAndThumbnail)
+    bench = PolicyBench(Scale({workload: FULL.parts[workload]}, 1.0, SEEDS, POLICIES), tmp_path)
+    for row in (row for seed in SEEDS for row in bench._trace(workload, seed).rows):
+        num_text_tokens = row.num_context_tokens - (row.num_image_tokens or 0)
+        num_image_tokens = row.num_images * (images.max_tiles + 1) * images.tokens_per_tile
+        assert num_text_tokens + num_image_tokens + row.num_output_tokens < 0.95 * MAX_POSITION_EMBEDDINGS[MODEL]

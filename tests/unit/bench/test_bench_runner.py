@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from triptych.loadgen.bench.commands import finish
 from triptych.loadgen.bench.report import Bar, Report
-from triptych.loadgen.bench.runner import BenchFailed, Plan, Side, alternate
+from triptych.loadgen.bench.runner import BenchFailed, Plan, Side, alternate, tell
 from triptych.loadgen.cli import main
 
 
@@ -91,6 +91,11 @@ def test_what_could_not_be_measured_is_another_status(capsys: pytest.CaptureFixt
         finish(measuring(), as_json=True)
     assert ended.value.exit_code == 2
     assert capsys.readouterr() == ("", "no such interpreter\n")
+
+
+def test_progress_is_in_logs_too(capsys: pytest.CaptureFixture[str]) -> None:
+    tell("loading [some] model ...")
+    assert capsys.readouterr() == ("", "loading [some] model ...\n")
 
 
 def test_the_table_has_a_row_per_figure_and_a_column_per_side() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -113,6 +114,24 @@ def test_what_the_model_cannot_take_is_cut_and_counted(words: Words) -> None:
     assert content.num_cut == 2
 
 
+@pytest.mark.parametrize(
+    ("num_images", "num_history_tokens", "num_left", "begins_anew"),
+    [(4, 0, 4, False), (12, 0, 8, False), (12, 200, 8, True), (4, 440, 4, False), (4, 490, 4, True), (0, 899, 0, True)],
+)
+def test_pictures_and_turns_that_the_model_cannot_take_are_left_out(
+    num_images: int, num_history_tokens: int, num_left: int, begins_anew: bool, pool: PicturePool, words: Words
+) -> None:
+    """A picture of 280 x 280 is 100 tokens, whatever the trace has; 950 of the context are for prompt and answer."""
+    costs = replace(COSTS, max_model_len=1000)
+    content = TraceContent(words, pool, costs, seed=0)
+    message = content.message(0, TraceRow(0, 300, 60, num_images), num_history_tokens)
+    assert (message.num_images, message.begins_anew) == (num_left, begins_anew)
+    is_cut = begins_anew or num_left < num_images
+    assert content.num_cut == is_cut
+    left = 0 if begins_anew else num_history_tokens
+    assert left + prompt_tokens(body(message)) + message.max_tokens <= 950
+
+
 def test_prompts_that_are_longer_than_the_trace_has_them_are_counted(pool: PicturePool, words: Words) -> None:
     """A picture of 280 x 280 is 100 tokens; a conversation repeats 200."""
     content = TraceContent(words, pool, COSTS, seed=0)
@@ -163,6 +182,8 @@ def test_a_conversation_repeats_what_was_said(pool: PicturePool, words: Words) -
     assert [message["role"] for message in messages] == ["user", "assistant", "user"]
     assert messages[0] == body(first)["messages"][0]
     assert messages[1]["content"] == 'he said "no"\n'
+    history.forget()
+    assert (history.pieces, history.num_tokens) == ([], 0)
 
 
 def test_sessions_are_kept_by_name_and_bounded() -> None:

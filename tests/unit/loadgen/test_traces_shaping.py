@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from triptych.loadgen.traces.row import TraceRow
 from triptych.loadgen.traces.shaping import rate_scaled, shaped, sped_up, window, with_at_most_images
-from triptych.loadgen.traces.trace import TraceOptions
+from triptych.loadgen.traces.trace import Shaping, TraceOptions
 
 WITHIN_S = 3.0
 
@@ -132,7 +132,8 @@ def test_nothing_asked_nothing_changed(rows: list[TraceRow]) -> None:
 
 @given(traces(), st.integers(0, 16))
 def test_cap(rows: list[TraceRow], max_images: int) -> None:
-    for row, made in zip(rows, with_at_most_images(iter(rows), max_images), strict=True):
+    shaping = Shaping()
+    for row, made in zip(rows, with_at_most_images(iter(rows), max_images, shaping), strict=True):
         assert made.num_images == min(row.num_images, max_images) == len(made.image_ids)
         if row.num_image_tokens is not None and made.num_image_tokens is not None:
             text_tokens = row.num_context_tokens - row.num_image_tokens
@@ -140,6 +141,28 @@ def test_cap(rows: list[TraceRow], max_images: int) -> None:
             assert made.num_image_tokens * max(1, row.num_images) <= row.num_image_tokens * max(1, made.num_images)
         else:
             assert made.num_context_tokens == row.num_context_tokens
+    left_out = [row.num_images - max_images for row in rows if row.num_images > max_images]
+    assert (shaping.num_capped_rows, shaping.num_images_left_out) == (len(left_out), sum(left_out))
+
+
+def test_only_what_is_left_is_capped_and_counted() -> None:
+    shaping = Shaping()
+    rows = (TraceRow(float(second), 100, 1, num_images=5) for second in range(10))
+    made = list(shaped(rows, TraceOptions(start_s=4, max_images=3, limit=2), shaping))
+    assert [row.num_images for row in made] == [3, 3]
+    assert (shaping.num_capped_rows, shaping.num_images_left_out) == (2, 4)
+
+
+def test_a_long_way_to_the_start_can_be_given_up() -> None:
+    shaping = Shaping()
+
+    def endless() -> Iterator[TraceRow]:
+        for second in count():
+            assert second < 1000, "nobody wants these any more"
+            shaping.is_stopped = second > 10
+            yield TraceRow(float(second), 1, 1)
+
+    assert list(shaped(endless(), TraceOptions(start_s=1e9), shaping)) == []
 
 
 def test_a_window_ends_before_the_trace_does() -> None:
