@@ -91,7 +91,8 @@ class PreprocessReply(Message, frozen=True):
 class EncodeRequest(Message, frozen=True):
     """Lease the embeddings of an image, or of a part of one (whose pixels others pull, too), encoded from `pixels` unless they
     are held already. pixels None: only if they are held, else InstanceLost with code cache_miss. slack_s: until the request's
-    first token is due; None: there is no such target."""
+    first token is due; None: there is no such target. num_request_tokens: of all that is encoded for the request, as far as
+    that is known."""
 
     request_id: RequestId
     router_id: InstanceId
@@ -99,6 +100,7 @@ class EncodeRequest(Message, frozen=True):
     pixels: TensorRef | None
     timeout_s: float
     slack_s: float | None = None
+    num_request_tokens: int = 0
 
 
 class EncodeReply(Message, frozen=True):

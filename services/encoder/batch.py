@@ -15,7 +15,8 @@ from triptych.shared.engine.isolate import as_typed, each_alone
 from triptych.shared.engine.rate import Rate
 from triptych.shared.engine.role import settle
 from triptych.shared.image_info import ImageInfo
-from triptych.shared.policies.batching import num_to_batch
+from triptych.shared.messages import EncodeRequest
+from triptych.shared.policies.batching import num_to_encode
 from triptych.shared.policies.queueing import NO_TARGET_SLACK_S
 
 if TYPE_CHECKING:  # only named, never computed with: emulated instances run without torch
@@ -29,7 +30,8 @@ class EncodeJob:
     """One image, for all requests that wait for it. task: brings its pixels, uint8 [height, width, 3], which are set when it is
     queued. begun_at_s: when its batch began. Times are monotonic.
 
-    arrived_at_s, slack_s, work_s: for the queue order.
+    arrived_at_s, slack_s, work_s: for the queue order. num_request_tokens: of all pictures of a request that waits for it, the
+    smallest one.
     """
 
     image: ImageInfo
@@ -37,17 +39,22 @@ class EncodeJob:
     arrived_at_s: float
     slack_s: float | None = None
     work_s: float = 0.0
+    num_request_tokens: int = 0
     task: asyncio.Task[None] = field(init=False)
     pixels: torch.Tensor = field(init=False)
     transfer_s: float = 0.0
     begun_at_s: float = 0.0
     num_requests: int = 0
 
-    def hurry(self, slack_s: float | None, arrived_at_s: float) -> None:
+    def join(self, request: EncodeRequest, arrived_at_s: float) -> None:
         """One more request waits for it, perhaps more urgently."""
-        own_s, other_s = (NO_TARGET_SLACK_S if one is None else one for one in (self.slack_s, slack_s))
-        if arrived_at_s + other_s < self.arrived_at_s + own_s:
-            self.slack_s = arrived_at_s + other_s - self.arrived_at_s
+        self.num_requests += 1
+        num_tokens = max(request.num_request_tokens, self.image.num_tokens)
+        self.num_request_tokens = min(self.num_request_tokens or num_tokens, num_tokens)
+        if self.slack_s is None and request.slack_s is None:
+            return
+        own_s, other_s = (NO_TARGET_SLACK_S if one is None else one for one in (self.slack_s, request.slack_s))
+        self.slack_s = min(own_s, arrived_at_s + other_s - self.arrived_at_s)
 
 
 class EncodeBatch:
@@ -89,9 +96,9 @@ class EncodeBatch:
         return True
 
     def in_order(self, jobs: Sequence[EncodeJob]) -> list[EncodeJob]:
-        """As the policy has it."""
+        """As the policy has it. A request's pictures are of use together, so all of them count for each."""
         for job in jobs:
-            job.work_s = self.rate.time_s(job.image.num_tokens)
+            job.work_s = self.rate.time_s(job.num_request_tokens)
         return self._context.policies.queue_order(jobs, time.monotonic())
 
     def fail_all(self, error: Exception) -> None:
@@ -103,7 +110,8 @@ class EncodeBatch:
     def _take_batch(self) -> list[EncodeJob]:
         waiting = self.in_order([job for job in self._queue if not job.result.done()])  # without the cancelled
         sizes = [job.image.num_tokens for job in waiting[:MAX_BATCH_IMAGES]]
-        num_taken = num_to_batch(sizes, self._context.settings.max_encode_tokens)
+        settings = self._context.settings
+        num_taken = num_to_encode(sizes, settings.max_encode_tokens, self.rate.tokens_per_s / settings.time_scale)
         self._queue = waiting[num_taken:]
         return waiting[:num_taken]
 

@@ -110,8 +110,7 @@ class EncoderRole:
 
     async def _share(self, key: object, job: EncodeJob, request: EncodeRequest, arrived_at_s: float) -> EncodeReply:
         """Wait for a job, perhaps with others, and lease what comes of it."""
-        job.num_requests += 1
-        job.hurry(request.slack_s, arrived_at_s)
+        job.join(request, arrived_at_s)
         try:
             embeddings = await asyncio.shield(job.result)
             encoded_at_s = time.monotonic()

@@ -17,7 +17,7 @@ from triptych.shared.cost_model.api import CostModel, DecodeBatch, PrefillChunk
 from triptych.shared.cost_model.images import ImageShape
 from triptych.shared.instance_info import Demand, StageLoad
 from triptych.shared.messages import InstanceId, Role
-from triptych.shared.policies.batching import chunk_sizes, num_to_batch
+from triptych.shared.policies.batching import chunk_sizes, num_to_encode
 from triptych.shared.policies.elastic.actions import Advise, Decision, Drain, Launch, Switch
 from triptych.shared.policies.elastic.costs import costs_of
 from triptych.shared.policies.elastic.demand_meter import DemandMeter
@@ -52,7 +52,7 @@ class Running:
 
     arrival: Arrival
     image: ImageShape
-    slack_s: float
+    slack_s: float | None
     parts_left: int = 0
     home: InstanceId | None = None
     computed: int = 0
@@ -91,7 +91,7 @@ class Part:
         return self.running.arrived_at_s
 
     @property
-    def slack_s(self) -> float:
+    def slack_s(self) -> float | None:
         return self.running.slack_s
 
     @property
@@ -116,6 +116,7 @@ class Instance:
     num_context_tokens: int = 0
     tokens_per_s: dict[Role, float] = field(default_factory=dict)
     last_stage: int = 0
+    num_in_step: int = 0
     is_busy: bool = False
     is_leaving: bool = False
 
@@ -159,7 +160,8 @@ class View:
 
 @dataclass(frozen=True)
 class Setup:
-    """layout: roles and group of each instance at the start."""
+    """layout: roles and group of each instance at the start. has_targets: whether queues know when first tokens are due,
+    and the elastic strategy who was in time."""
 
     cost: CostModel
     layout: Sequence[tuple[frozenset[Role], Group]]
@@ -171,6 +173,7 @@ class Setup:
     image_size: tuple[int, int] = (896, 896)
     max_prefill_tokens: int = 8192
     slo_factor: float = 5.0
+    has_targets: bool = True
 
 
 @dataclass
@@ -262,7 +265,7 @@ class World:
 
     def arrive(self, arrival: Arrival) -> None:
         ttft_s, _ = self.isolated_s(arrival)
-        running = Running(arrival, self.image, self.setup.slo_factor * ttft_s)
+        running = Running(arrival, self.image, self.setup.slo_factor * ttft_s if self.setup.has_targets else None)
         running.work_s = ttft_s
         self.requests.append(running)
         counts = self.counts[running.group]
@@ -375,7 +378,7 @@ class World:
         counts = self.counts[running.group]
         counts["num_ended"] += 1
         counts["num_output_tokens"] += running.arrival.num_output_tokens
-        counts["num_in_time"] += self.is_in_time(running)
+        counts["num_in_time"] += not self.setup.has_targets or self.is_in_time(running)
         self.num_open -= 1
 
     # --- one instance --------------------------------------------------------------------------------------------------
@@ -403,7 +406,9 @@ class World:
 
     def encode(self, one: Instance) -> tuple[float, int, Callable[[], None]]:
         one.parts = self.setup.queue_order(one.parts, self.now_s)
-        batch = one.parts[: num_to_batch([part.shape.num_tokens for part in one.parts], MAX_ENCODE_TOKENS)]
+        sizes = [part.shape.num_tokens for part in one.parts]
+        one.num_in_step = num_to_encode(sizes, MAX_ENCODE_TOKENS, one.tokens_per_s.get("encoder", 0.0))
+        batch = one.parts[: one.num_in_step]
 
         def finish() -> None:
             for part in batch:
@@ -419,6 +424,7 @@ class World:
         queue = one.prompts = self.setup.queue_order(one.prompts, self.now_s)
         sizes = chunk_sizes([running.num_prompt_tokens - running.computed for running in queue], self.setup.max_prefill_tokens)
         step = [(running, size) for running, size in zip(queue, sizes, strict=True) if size]
+        one.num_in_step = len(step)
 
         def finish() -> None:
             for running, size in step:
@@ -512,12 +518,12 @@ class World:
             for running in moving:
                 self.dispatch("decode", running)
         if "encoder" not in stays:
-            num_begun = self.num_begun(one, "encoder")
+            num_begun = num_begun_in(one, "encoder")
             parts, one.parts = one.parts[num_begun:], one.parts[:num_begun]
             for part in parts:
                 self.dispatch("encoder", part)
         if "prefill" not in stays:
-            num_begun = self.num_begun(one, "prefill")
+            num_begun = num_begun_in(one, "prefill")
             prompts, one.prompts = one.prompts[num_begun:], one.prompts[:num_begun]
             for running in prompts:
                 self.dispatch("prefill", running)
@@ -527,19 +533,15 @@ class World:
             running.num_generated = running.arrival.num_output_tokens - (ends_at_step - one.num_steps)
         return [running for _, _, running in one.decoding]
 
-    def num_begun(self, one: Instance, role: Role) -> int:
-        """What is in the step under way, which is at the front."""
-        if not one.is_busy or STAGES[one.last_stage] != role:
-            return 0
-        if role == "encoder":
-            return num_to_batch([part.shape.num_tokens for part in one.parts], MAX_ENCODE_TOKENS)
-        left = [running.num_prompt_tokens - running.computed for running in one.prompts]
-        return sum(1 for size in chunk_sizes(left, self.setup.max_prefill_tokens) if size)
-
     def retry(self) -> None:
         waiting, self.waiting = self.waiting, []
         for role, work in waiting:
             self.dispatch(role, work)
+
+
+def num_begun_in(one: Instance, role: Role) -> int:
+    """What is in the step under way, which is at the front."""
+    return one.num_in_step if one.is_busy and STAGES[one.last_stage] == role else 0
 
 
 def layout(text: str) -> Iterator[tuple[frozenset[Role], Group]]:

@@ -32,11 +32,13 @@ class Queue:
         await queue.ask("in hand", 2, LAX_S)
         return queue
 
-    async def ask(self, name: str, picture: int, slack_s: float | None, pixels: TensorRef | None = None) -> None:
-        """Returns when it waits."""
+    async def ask(
+        self, name: str, picture: int, slack_s: float | None, pixels: TensorRef | None = None, num_pictures: int = 1
+    ) -> None:
+        """Returns when it waits. num_pictures: of the request."""
         pixels = pixels or await self.cluster.put_pixels("e", picture, name)
         image = image_info(NUM_TOKENS, picture=f"{picture}")
-        request = EncodeRequest(RequestId(name), ROUTER, image, pixels, WAIT_S, slack_s)
+        request = EncodeRequest(RequestId(name), ROUTER, image, pixels, WAIT_S, slack_s, num_pictures * NUM_TOKENS)
         task = asyncio.create_task(self.cluster.bus.request(InstanceId("e"), request, WAIT_S))
         task.add_done_callback(lambda _: self.done.append(name))
         self.tasks.append(task)
@@ -69,6 +71,19 @@ async def test_a_picture_is_as_urgent_as_the_most_urgent_that_waits_for_it() -> 
     await queue.finish()
     assert queue.done[:2] == ["first", "in hand"]
     assert set(queue.done[2:5]) == {"b", "b again", "b once more"}
+
+
+async def test_without_targets_a_small_request_passes_the_pictures_of_a_large_one() -> None:
+    queue = await Queue.start()
+    queue.host.role._batch.rate.note(100, 10.0)
+    for i in range(3):
+        await queue.ask(f"large {i}", 10 + i, None, num_pictures=8)
+    await queue.ask("small", 3, None)
+    await queue.ask("small too", 12, None)
+    await queue.finish()
+    assert queue.done[:2] == ["first", "in hand"]
+    assert set(queue.done[2:4]) == {"large 2", "small too"}, "a picture that a small one waits for, too, is as small"
+    assert queue.done[4:] == ["small", "large 0", "large 1"]
 
 
 async def test_pixels_that_cannot_be_had_are_only_their_own_request_s_fault(monkeypatch: Any) -> None:

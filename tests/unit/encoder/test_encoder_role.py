@@ -18,6 +18,11 @@ async def start(engine: FakeEngine | None = None, **settings: Any) -> tuple[Fake
     return cluster, await cluster.start("e", ["encoder"], engine)
 
 
+def is_quick(host: FakeHost) -> None:
+    """It has encoded so many tokens a second that a batch is never too long."""
+    host.role._batch.rate.note(1_000_000, 1.0)
+
+
 async def test_pixels_become_leased_embeddings() -> None:
     cluster, host = await start()
     await cluster.start("pre", [])
@@ -35,6 +40,7 @@ async def test_pixels_become_leased_embeddings() -> None:
 
 async def test_images_that_wait_share_a_batch_up_to_the_bound() -> None:
     cluster, host = await start(max_encode_tokens=10)
+    is_quick(host)
     host.engine.gate.clear()
     tasks = []
     for i in range(6):
@@ -51,9 +57,28 @@ async def test_images_that_wait_share_a_batch_up_to_the_bound() -> None:
     await cluster.stop()
 
 
+async def test_where_encoding_takes_long_each_image_goes_alone() -> None:
+    """A batch would be no quicker, and its first image not there before the last."""
+    cluster, host = await start(max_encode_tokens=10)
+    host.engine.gate.clear()
+    tasks = []
+    for i in range(4):
+        pixels = await cluster.put_pixels("e", i, f"r{i}")
+        tasks.append(asyncio.create_task(cluster.encode("e", f"r{i}", pixels, num_tokens=2)))
+    await until(lambda: len(host.role._batch._queue) == 3, "others wait")
+    host.role._batch.rate.note(1, 1.0)
+    host.engine.gate.set()
+    await asyncio.gather(*tasks)
+    assert host.engine.encodes == [1, 1, 1, 1]
+    for i in range(4):
+        await cluster.release(f"r{i}")
+    await cluster.stop()
+
+
 async def test_pulled_pixels_are_bounded() -> None:
     """Twice the batch's tokens are in hand; the rest stay with their owner."""
     cluster, host = await start(max_encode_tokens=10)
+    is_quick(host)
     host.engine.gate.clear()
     tasks = []
     for i in range(12):
@@ -86,6 +111,7 @@ async def test_a_poison_image_fails_alone() -> None:
     engine = FakeEngine()
     engine.poison = {3}
     cluster, host = await start(engine)
+    is_quick(host)
     host.engine.gate.clear()
     tasks = []
     for i in range(6):

@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from triptych.shared.policies.batching import chunk_sizes, finish_reason, num_blocks_for, num_to_batch
+from triptych.shared.policies.batching import (
+    ENOUGH_S,
+    chunk_sizes,
+    finish_reason,
+    num_blocks_for,
+    num_to_batch,
+    num_to_encode,
+)
 from triptych.shared.sampling_params import SamplingParams
 
 sizes = st.lists(st.integers(1, 50), max_size=20)
@@ -23,6 +30,18 @@ def test_a_batch_is_the_longest_front_that_fits(items: list[int], max_total: int
     assert count >= min(1, len(items)), "a batch makes progress"
     assert count <= 1 or sum(items[:count]) <= max_total
     assert count == len(items) or sum(items[: count + 1]) > max_total
+
+
+@given(sizes, st.integers(1, 100), st.floats(0, 2000))
+def test_images_share_a_pass_of_so_many_seconds(items: list[int], max_tokens: int, tokens_per_s: float) -> None:
+    count = num_to_encode(items, max_tokens, tokens_per_s)
+    assert count >= min(1, len(items)), "a batch makes progress"
+    assert count <= 1 or sum(items[:count]) <= min(max_tokens, ENOUGH_S * tokens_per_s)
+    assert count == len(items) or sum(items[: count + 1]) > min(max_tokens, int(ENOUGH_S * tokens_per_s))
+
+
+def test_the_first_image_goes_alone() -> None:
+    assert num_to_encode([1, 1], 100, tokens_per_s=0.0) == 1
 
 
 @given(sizes, st.integers(1, 100))
