@@ -27,10 +27,11 @@ from triptych.shared.policies.sharding import DivisibleImage, Share
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """Of one attempt. slack_s: until embeddings are due; None: there is no target."""
+    """Of one attempt. slack_s: until embeddings are due; None: there is no target. num_tokens: of all its pictures."""
 
     stages: PictureStages
     slack_s: Callable[[], float | None]
+    num_tokens: Callable[[], int]
 
     async def encode(self, picture: Picture, held: Collection[HeldPart], prompt_at: InstanceId | None) -> None:
         """Returns when the embeddings of all its shards are there. held: what is thought to be held of it. prompt_at: where its
@@ -123,7 +124,7 @@ class Encoding:
 
         async def send(beat: Heartbeat, choice: Choice) -> EncodeReply:
             shard.tries.at = beat.instance_id
-            what = (shard.image, pixels, calls.remaining_s(), self.slack_s())
+            what = (shard.image, pixels, calls.remaining_s(), self.slack_s(), self.num_tokens())
             request = EncodeRequest(calls.request_id, calls.parts.router_id, *what)
             return await self.stages.with_room(calls.ask(beat.instance_id, request, EncodeReply))
 

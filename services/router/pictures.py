@@ -36,7 +36,7 @@ class Pictures:
         self._keeps_any = calls.parts.cache.rules.keeps_any
         self._num_text_tokens = job.prompt.num_text_tokens
         self._stages = PictureStages(calls, self._keeps_any)
-        self._encoding = Encoding(self._stages, self._slack_s)
+        self._encoding = Encoding(self._stages, self._slack_s, lambda: self.num_expected_tokens)
         self._siblings = job.siblings if len(calls.record.attempts) == 1 else None
         known = self._siblings.images if self._siblings is not None else ()
         self._pictures = [
@@ -63,6 +63,12 @@ class Pictures:
         """The same of those whose embeddings are needed."""
         needed = (picture.image for picture in self._pictures if not picture.is_left_out)
         return sum(image.num_tokens for image in needed if image is not None)
+
+    @property
+    def num_expected_tokens(self) -> int:
+        """Of all whose embeddings are needed, at least one of them known: the others count as these do on average."""
+        num_known = sum(image is not None for image in self.images)
+        return self.num_needed_tokens * len(self) // num_known
 
     def saved_s(self) -> dict[InstanceId, float]:
         """By encoder, what it takes to bring their embeddings from there."""

@@ -186,6 +186,13 @@ async def test_encoders_get_pictures_in_the_order_of_the_prompt(world: World, mo
 # --- coupled stages ---------------------------------------------------------------------------------------------------------
 
 
+async def test_encoders_know_how_large_the_request_of_a_picture_is(world: World) -> None:
+    stages = world.add_all()
+    succeeded(await world.ask([picture("a"), picture("b"), words()]))
+    seen = stages["encoder"].seen
+    assert [request.num_request_tokens for request in seen] == [sum(request.image.num_tokens for request in seen)] * 2
+
+
 async def test_coupled_stages_share_an_instance(toy_checkpoint: Path) -> None:
     async with World(toy_checkpoint, policy="monolith") as world:
         world.add("preprocess-0", "preprocess")

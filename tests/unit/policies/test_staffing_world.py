@@ -1,5 +1,6 @@
 """Staffing over `tides` in the small simulated cluster (support/elastic_world.py): ours beside the monolith that is scaled by
-the same rule. InternVL2.5-26B on A100s, starts of 46 s. Slacks were chosen with seeds 11 to 14; this is another one.
+the same rule. InternVL2.5-26B on A100s, starts of 46 s; nobody is told targets, as in `bench autoscale`. Slacks were chosen
+with seeds 11 to 14; this is another one.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ def outcome(policy: str) -> Outcome:
         policies.sharding,
         image_size=(900, 600),  # seven tiles, as the bench's pictures have on average
         max_prefill_tokens=2048,
+        has_targets=False,
     )
     arrivals = [
         Arrival(
