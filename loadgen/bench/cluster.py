@@ -1,4 +1,4 @@
-"""Bench cluster: ours beside `vllm serve` on the same cores, under `workloads/chat-reuse` at three rates around vLLM's knee.
+"""Bench cluster: ours beside `vllm serve` on the same cores, under `workloads/chat-reuse` at rates up to one past vLLM's knee.
 
 Both take turns, at each rate with contents that no cache has seen, and then with the same again, when all are known. SLOs are
 five times what requests take alone at vLLM. vLLM takes a minute to start, so it stays, idle, while ours is measured, and costs
@@ -8,10 +8,9 @@ us 2 % of a core; ours is not there while vLLM is measured, which its heartbeats
 from __future__ import annotations
 
 import contextlib
-import itertools
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -60,7 +59,9 @@ MAX_MODEL_LEN = 8192  # chosen: twice the workload's longest prompt
 KV_CACHE_BYTES = 2 << 30
 OUR_OPTIONS = {"--policy": "triptych", "--kv-cache-bytes": KV_CACHE_BYTES // 2, "--max-model-len": MAX_MODEL_LEN}
 KNEE_ATTAINMENT = 0.9  # DistServe's (arXiv 2401.09670), of the own-scaled SLO
-AROUND_KNEE = (0.75, 1.0, 1.5)  # chosen
+NUM_AROUND_KNEE = 3  # rates that bars are about: the last ones
+SEEDS_APART = 100  # of one rate and the next
+MIN_NEW = 6  # chosen: requests with new pictures in a replay, else a percentile of theirs tells nothing
 MAX_RATIO = {TEXT: 0.5, KNOWN: 0.5, NEW: 1.1}  # of P99 TTFTs, ours to theirs
 MIN_GOODPUT_RATIO = 1.3
 LEAST_PER_S = 1e-3  # chosen: nobody divides by a goodput of none
@@ -68,24 +69,22 @@ LEAST_PER_S = 1e-3  # chosen: nobody divides by a goodput of none
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """duration_s: of a replay, whose first warm_up_s do not count. probed_per_s: rates that are tried for probe_s each, until
-    one is too much. around_knee: factors of the knee that are measured."""
+    """duration_s: of a replay, whose first warm_up_s do not count. rates_per_s: measured one after the other, until one is too
+    much for vLLM."""
 
     duration_s: float
     warm_up_s: float
-    probe_s: float
-    probed_per_s: tuple[float, ...]
-    around_knee: tuple[float, ...]
+    rates_per_s: tuple[float, ...]
 
 
-# Chosen: the whole takes half an hour. Probed rates differ by half, which the rates around the knee span
-FULL = Scale(90.0, 15.0, 40.0, (0.4, 0.6, 0.9, 1.3, 2.0, 3.0, 4.5), AROUND_KNEE)
-QUICK = Scale(20.0, 4.0, 5.0, (1.0,), (1.0,))
+# Chosen: a rate takes eight minutes
+FULL = Scale(90.0, 15.0, (1.0, 1.5, 2.25, 3.4, 5.0))
+QUICK = Scale(20.0, 4.0, (1.0,))
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterOptions:
-    """vllm_python: an interpreter that can import vllm. rates_per_s: to be measured; none: around the knee, which is found."""
+    """vllm_python: an interpreter that can import vllm. rates_per_s: to be measured, all; none: up to one past the knee."""
 
     model: Path
     vllm_python: Path
@@ -148,10 +147,14 @@ class _ClusterBench:
         self._tell(f"{THEIRS}: starting ...")
         async with self._vllm() as theirs:
             await self._measure_isolated(theirs)
-            for number, rate in enumerate(await self._rates(theirs), 1):
+            for number, rate in enumerate(self.options.rates_per_s or self.scale.rates_per_s):
+                seed = telling_seed(rate, self.scale, first=1 + number * SEEDS_APART)
                 for side in (THEIRS, OURS) if number % 2 else (OURS, THEIRS):
                     async with self._ours() if side == OURS else contextlib.nullcontext(theirs) as server:
-                        await self._measure(server, rate, seed=number)
+                        await self._measure(server, rate, seed)
+                if not self.options.rates_per_s and self._is_too_much(rate):
+                    break
+                self.knee_per_s = rate
 
     def figures(self) -> dict[str, float]:
         """As ROW.SIDE; a side has a column for each rate."""
@@ -170,20 +173,9 @@ class _ClusterBench:
         if len(self.isolated) < len(CLASSES):
             raise BenchFailed("what requests take alone could not be measured")
 
-    async def _rates(self, theirs: _Server) -> Sequence[float]:
-        """Which to measure."""
-        if self.options.rates_per_s:
-            return self.options.rates_per_s
-        seeds = itertools.count(ISOLATED_SEED + 1)
-
-        async def attainment(rate: float) -> float:
-            self._tell(f"{THEIRS}: {rate:.2f} requests/s, is that too much? ...")
-            figures = await self._replay(theirs, rate, self.scale.probe_s, next(seeds))
-            slo = figures[ALL].slo_own_scaled
-            return slo.met if slo is not None else 0.0
-
-        self.knee_per_s = await find_knee(self.scale.probed_per_s, attainment)
-        return [factor * self.knee_per_s for factor in self.scale.around_knee]
+    def _is_too_much(self, rate: float) -> bool:
+        slo = self.found[COLD, rate, THEIRS][ALL].slo_own_scaled
+        return slo is None or slo.met < KNEE_ATTAINMENT
 
     async def _measure(self, server: _Server, rate: float, seed: int) -> None:
         side = server.side
@@ -235,14 +227,15 @@ class _ClusterBench:
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-async def find_knee(rates_per_s: Sequence[float], attainment: Callable[[float], Awaitable[float]]) -> float:
-    """The last of the ascending rates at which enough requests are in time; the first one, if none is."""
-    knee = rates_per_s[0]
-    for rate in rates_per_s:
-        if await attainment(rate) < KNEE_ATTAINMENT:
-            break
-        knee = rate
-    return knee
+def telling_seed(rate: float, scale: Scale, first: int) -> int:
+    """The first one with which there are enough requests with new pictures; the first of all, in a replay too short for any."""
+
+    def num_new(seed: int) -> int:
+        rows = rows_at(rate, scale.duration_s, seed)
+        kinds = zip(rows, kinds_of(rows), strict=True)
+        return sum(kind == NEW and row.arrival_s >= scale.warm_up_s for row, kind in kinds)
+
+    return next((seed for seed in range(first, first + SEEDS_APART) if num_new(seed) >= MIN_NEW), first)
 
 
 def _trace(rows: Iterable[TraceRow]) -> Trace:
@@ -258,7 +251,10 @@ def _bars(found: Found) -> dict[str, Bar]:
     was found with those, warm ones leave both sides in time, and the ratio is 1."""
     bars: dict[str, Bar] = {}
     goodput = dict.fromkeys((OURS, THEIRS), 0.0)
+    around_knee = sorted({rate for _, rate, _ in found})[-NUM_AROUND_KNEE:]
     for (name, rate, side), figures in found.items():
+        if rate not in around_knee:
+            continue
         if name == COLD and (slo := figures[ALL].slo_own_scaled):
             goodput[side] = max(goodput[side], slo.goodput_per_s)
         for kind in KINDS if side == OURS else ():

@@ -19,7 +19,7 @@ from triptych.loadgen.bench.chat_reuse import (
     kinds_of,
     rows_at,
 )
-from triptych.loadgen.bench.cluster import COLD, MAX_RATIO, OURS, THEIRS, WARM, Found, _bars, find_knee
+from triptych.loadgen.bench.cluster import COLD, FULL, MAX_RATIO, MIN_NEW, OURS, THEIRS, WARM, Found, Scale, _bars, telling_seed
 from triptych.loadgen.bench.measured_cluster import REQUEST_TIMEOUT_S
 from triptych.loadgen.replay.conditions import Conditions
 from triptych.loadgen.replay.outcome import RequestOutcome
@@ -55,16 +55,12 @@ def test_rows_come_at_the_rate(rate: float) -> None:
     assert {kind: kinds.count(kind) > 0 for kind in KINDS} == dict.fromkeys(KINDS, True)
 
 
-@pytest.mark.parametrize(("most", "knee", "num_tried"), [(0.1, 1.0, 1), (1.0, 1.0, 2), (2.5, 2.0, 3), (9.0, 3.0, 3)])
-async def test_the_knee_is_the_last_rate_that_goes_well(most: float, knee: float, num_tried: int) -> None:
-    tried: list[float] = []
-
-    async def attainment(rate: float) -> float:
-        tried.append(rate)
-        return 0.95 if rate <= most else 0.5
-
-    assert await find_knee((1.0, 2.0, 3.0), attainment) == knee
-    assert len(tried) == num_tried
+def test_a_replay_has_enough_requests_with_new_pictures() -> None:
+    seed = telling_seed(1.0, FULL, first=1)
+    rows = rows_at(1.0, FULL.duration_s, seed)
+    late = [kind for row, kind in zip(rows, kinds_of(rows), strict=True) if row.arrival_s >= FULL.warm_up_s]
+    assert late.count(NEW) >= MIN_NEW
+    assert telling_seed(1.0, Scale(0.5, 0.1, (1.0,)), first=7) == 7, "too short for any"
 
 
 def outcome(index: int, ttft_s: float, error: str | None = None, is_warm_up: bool = False) -> RequestOutcome:
