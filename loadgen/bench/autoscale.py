@@ -8,9 +8,9 @@ the moment that an instance is asked for until it is gone.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,11 @@ import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
 from triptych.loadgen.bench import keeping_up
-from triptych.loadgen.bench.measured_cluster import measured_cluster
-from triptych.loadgen.bench.policy_replays import MODEL, Found, Part, PolicyBench, Scale, conditions_of
+from triptych.loadgen.bench.policy_replays import Figures, Found, Part, PolicyBench, Scale, conditions_of, side_by_side
 from triptych.loadgen.bench.report import Bar, Report
 from triptych.loadgen.bench.runner import BenchFailed, Plan, tell
 from triptych.loadgen.bench.service_counters import heartbeats
+from triptych.loadgen.replay.slo import Isolated
 
 TIDES = "tides"
 SPENT, THERE = "triptych_instance_seconds", "triptych_replicas"
@@ -79,30 +79,33 @@ async def bench_autoscale(plan: Plan) -> Report:
         BenchFailed, ClusterFailed: something didn't start, or a replay did not come to its end.
     """
     scale = QUICK if plan.is_quick else FULL
-    figures: dict[str, float] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        alone = PolicyBench(Scale({TIDES: Part(1.0, ALONE_S)}, scale.time_scale, scale.seeds, (ALONE.policy,)), Path(folder))
-        async with _cluster(alone, ALONE) as cluster:
-            await alone.replay_all("alone", *cluster)
-        bench = PolicyBench(scale, Path(folder), alone.isolated)
-        for name in scale.policies:
-            async with _cluster(bench, SIDES[name]) as cluster:
-                spending = await _spent(bench, name, *cluster)
-            figures |= {f"{figure}.{name}": value for figure, value in spending.figures(scale.time_scale)}
-            tell(f"  {spending}")
+
+    async def measured(bench: PolicyBench, name: str) -> Figures:
+        async with _cluster(bench, SIDES[name]) as cluster:
+            spending = await _spent(bench, name, *cluster)
+        tell(f"  {spending}")
+        return spending.figures(scale.time_scale)
+
+    figures = await side_by_side(scale, measured, await _isolated(scale))
     sides = {name: f"{side.policy}, {side.least} to {side.most}" for name, side in SIDES.items()}
     conditions = conditions_of(scale, plan) | {"instances": sides, "gpus_per_instance": GPUS_PER_INSTANCE}
     return Report("autoscale", conditions, figures, {} if plan.is_quick else bars(figures))
 
 
-@contextlib.asynccontextmanager
-async def _cluster(bench: PolicyBench, side: Side) -> AsyncIterator[tuple[dict[str, Any], aiohttp.ClientSession]]:
-    """Nobody is told targets, by which late requests would be refused. Of options that come twice the last one counts."""
-    own = {"--instances": side.start, "--min-instances": side.least, "--max-instances": side.most}
-    own |= {"--slo-ttft-text-s": 0, "--slo-ttft-picture-s": 0}
-    options = [*bench.options(side.policy), *(str(part) for option in own.items() for part in option)]
-    async with measured_cluster(MODEL, options) as cluster:
-        yield cluster
+async def _isolated(scale: Scale) -> Mapping[str, Isolated]:
+    """What requests take alone, in a cluster of its own."""
+    alone = Scale({TIDES: Part(1.0, ALONE_S)}, scale.time_scale, scale.seeds, (ALONE.policy,))
+    with tempfile.TemporaryDirectory() as folder:
+        bench = PolicyBench(alone, Path(folder))
+        async with _cluster(bench, ALONE) as cluster:
+            await bench.replay_all("alone", *cluster)
+        return bench.isolated
+
+
+def _cluster(bench: PolicyBench, side: Side) -> AbstractAsyncContextManager[tuple[dict[str, Any], aiohttp.ClientSession]]:
+    """Nobody is told targets, by which late requests would be refused."""
+    size = {"instances": side.start, "min_instances": side.least, "max_instances": side.most}
+    return bench.cluster(side.policy, **size, slo_ttft_text_s=0, slo_ttft_picture_s=0)
 
 
 async def _spent(bench: PolicyBench, name: str, info: Mapping[str, Any], http: aiohttp.ClientSession) -> Spending:

@@ -10,7 +10,6 @@ import asyncio
 import itertools
 import json
 import sys
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from triptych.loadgen.bench import keeping_up
-from triptych.loadgen.bench.measured_cluster import measured_cluster
-from triptych.loadgen.bench.policy_replays import SEEDS, Part, PolicyBench, Scale, conditions_of
+from triptych.loadgen.bench.policy_replays import (
+    SEEDS,
+    Figures,
+    Part,
+    PolicyBench,
+    Scale,
+    by_workload,
+    conditions_of,
+    side_by_side,
+)
 from triptych.loadgen.bench.report import Bar, Report
 from triptych.loadgen.bench.runner import BenchFailed, Plan
 
@@ -77,15 +84,14 @@ async def bench_elastic(plan: Plan, model: Path | None = None) -> Report:
     scale = QUICK if plan.is_quick else FULL
     if model is not None:
         scale = scale.on_torch(model, QUICK_TORCH if plan.is_quick else TORCH)
-    figures: dict[str, float] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        bench = PolicyBench(scale, Path(folder))
-        for policy in scale.policies:
-            async with measured_cluster(scale.engine.model, bench.options(policy)) as (info, http):
-                found = await bench.replay_all(policy, info, http)
-                moves = Moves.of(await _decisions(str(info["nats_url"])), scale.time_scale)
-            of_workloads = ((f"{workload}_{name}", value) for workload, one in found.items() for name, value in one.figures())
-            figures |= {f"{name}.{policy}": value for name, value in itertools.chain(of_workloads, moves.figures())}
+
+    async def measured(bench: PolicyBench, policy: str) -> Figures:
+        async with bench.cluster(policy) as (info, http):
+            found = await bench.replay_all(policy, info, http)
+            moves = Moves.of(await _decisions(str(info["nats_url"])), scale.time_scale)
+        return itertools.chain(by_workload(found), moves.figures())
+
+    figures = await side_by_side(scale, measured)
     promised = {} if plan.is_quick or model else bars(figures) | keeping_up.bar(figures)
     return Report("elastic", conditions_of(scale, plan), figures, promised)
 

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import itertools
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from triptych.loadgen.bench import keeping_up
-from triptych.loadgen.bench.policy_replays import BURSTS, SEEDS, Found, Part, PolicyBench, Scale, conditions_of
+from triptych.loadgen.bench.policy_replays import (
+    BURSTS,
+    SEEDS,
+    Figures,
+    Part,
+    PolicyBench,
+    Scale,
+    by_workload,
+    conditions_of,
+    side_by_side,
+)
 from triptych.loadgen.bench.report import Bar, Report
 from triptych.loadgen.bench.runner import Plan
 
@@ -35,19 +44,14 @@ async def bench_policy(plan: Plan, model: Path | None = None) -> Report:
     scale = QUICK if plan.is_quick else FULL
     if model is not None:
         scale = scale.on_torch(model, QUICK_TORCH if plan.is_quick else TORCH)
-    found: dict[str, dict[str, Found]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        bench = PolicyBench(scale, Path(folder))
-        for policy in scale.policies:
-            found[policy] = await bench.measure(policy)
-    figures = {
-        f"{workload}_{name}.{policy}": value
-        for policy, by_workload in found.items()
-        for workload, of_policy in by_workload.items()
-        for name, value in of_policy.figures()
-    }
+    figures = await side_by_side(scale, _measured)
     promised = {} if plan.is_quick or model else _bars(figures) | keeping_up.bar(figures)
     return Report("policy", conditions_of(scale, plan), figures, promised)
+
+
+async def _measured(bench: PolicyBench, policy: str) -> Figures:
+    async with bench.cluster(policy) as cluster:
+        return by_workload(await bench.replay_all(policy, *cluster))
 
 
 def _bars(figures: Mapping[str, float]) -> dict[str, Bar]:

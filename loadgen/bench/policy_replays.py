@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -107,6 +109,22 @@ class Found:
         yield from keeping_up.figures(self.efforts)
 
 
+Figures = Iterable[tuple[str, float]]
+Measure = Callable[["PolicyBench", str], Awaitable[Figures]]
+
+
+async def side_by_side(scale: Scale, measure: Measure, isolated: Mapping[str, Isolated] | None = None) -> dict[str, float]:
+    """What `measure` finds of each set, named FIGURE.SET. isolated: see PolicyBench."""
+    with tempfile.TemporaryDirectory() as folder:
+        bench = PolicyBench(scale, Path(folder), isolated)
+        return {f"{figure}.{name}": value for name in scale.policies for figure, value in await measure(bench, name)}
+
+
+def by_workload(found: Mapping[str, Found]) -> Figures:
+    """Figures named WORKLOAD_FIGURE."""
+    return ((f"{workload}_{figure}", value) for workload, one in found.items() for figure, value in one.figures())
+
+
 def percentile(values: Iterable[float], share: float) -> float:
     """The least value that this share of all does not exceed."""
     ordered = sorted(values)
@@ -135,13 +153,14 @@ class PolicyBench:
         self._folder = folder
         self.isolated: Mapping[str, Isolated] = isolated or {}
 
-    async def measure(self, policy: str) -> dict[str, Found]:
-        """By workload."""
-        async with measured_cluster(self._scale.engine.model, self.options(policy)) as cluster:
-            return await self.replay_all(policy, *cluster)
+    def cluster(self, policy: str, **more: object) -> AbstractAsyncContextManager[tuple[dict[str, Any], aiohttp.ClientSession]]:
+        """measured_cluster's, of that set. more: options of `triptych up` besides, or instead."""
+        given = {f"--{name.replace('_', '-')}": value for name, value in more.items()}
+        options = self.options(policy) | given
+        return measured_cluster(self._scale.engine.model, [str(part) for option in options.items() for part in option])
 
     async def replay_all(self, policy: str, info: Mapping[str, Any], http: aiohttp.ClientSession) -> dict[str, Found]:
-        """By workload, against a cluster of that set (measured_cluster's)."""
+        """By workload, against a cluster of that set (`cluster`)."""
         meter = Effortmeter(info, http)
         found = {workload: Found() for workload in self._scale.parts}
         for workload, into in found.items():
@@ -180,7 +199,7 @@ class PolicyBench:
                 is_answered = outcome.error is None and outcome.ttft_s is not None
                 yield scale * (outcome.ttft_s or 0.0) if is_answered else scale * REQUEST_TIMEOUT_S
 
-    def options(self, policy: str) -> Sequence[str]:
+    def options(self, policy: str) -> dict[str, object]:
         """Of `triptych up`."""
         engine = self._scale.engine
         given: dict[str, object] = {"--policy": policy, "--instances": engine.num_instances, "--preprocess": 2}
@@ -190,7 +209,7 @@ class PolicyBench:
         if policy_set(policy).queue_order is not fcfs:
             targets_s = {name: SLO_FACTOR * isolated.ttft_s for name, isolated in self.isolated.items()}
             given |= {"--slo-ttft-text-s": targets_s["text"], "--slo-ttft-picture-s": targets_s["image"]}
-        return [str(part) for option in given.items() for part in option]
+        return given
 
     def _trace(self, workload: str, seed: int) -> Trace:
         part = self._scale.parts[workload]
