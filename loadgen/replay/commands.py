@@ -90,17 +90,7 @@ def replay_command(
         as_given=shown_options(context.params),
     )
     try:
-        shape = TraceOptions(
-            image_count,
-            start,
-            duration,
-            text_rate,
-            image_rate,
-            speed_up=speed_up,
-            max_images=max_images,
-            limit=limit,
-            seed=seed,
-        )
+        shape = TraceOptions(image_count, start, duration, text_rate, image_rate, speed_up, max_images, limit, seed)
         opened = open_trace(trace, shape)
     except TraceError as error:
         raise _refused(str(error)) from None

@@ -34,11 +34,11 @@ class TraceOptions:
     duration_s: float | None = None
     text_rate_scale: float = 1.0
     image_rate_scale: float = 1.0
-    repeat_within_s: float = 5.0  # chosen: several gaps of the Azure LMM trace, less than a burst of it
     speed_up: float = 1.0
     max_images: int | None = PAPER_MAX_IMAGES
     limit: int | None = None
     seed: int = 0
+    repeat_within_s: float = 5.0  # chosen: several gaps of the Azure LMM trace, less than a burst of it
 
     def __post_init__(self) -> None:
         if self.image_count not in get_args(ImageCount):
