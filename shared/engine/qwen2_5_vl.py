@@ -13,7 +13,7 @@ import transformers
 from torch.nn.functional import embedding, linear
 
 from triptych.shared.checkpoint import Checkpoint
-from triptych.shared.engine import fused_text
+from triptych.shared.engine import fused_text, fused_vision
 from triptych.shared.engine.attention import ATTENTION_NAME, paged_attention
 from triptych.shared.engine.batch_plan import BatchPlan
 from triptych.shared.errors import BadRequest
@@ -48,6 +48,10 @@ class Qwen25VL:
         self._fused: fused_text.FusedText | None = None
         if fused_text.can_fuse(self._language_model):
             self._fused = fused_text.FusedText(self._language_model, _rotary_axes(text.rope_parameters["mrope_section"]))
+        self._vision: fused_vision.FusedVision | None = None
+        if fused_vision.can_fuse(self._model.model.visual):
+            self._vision = fused_vision.FusedVision(self._model.model.visual)
+            del self._model.model.visual
         self.key_order = "halves" if self._fused is None else fused_text.KEY_ORDER
         self.num_layers: int = text.num_hidden_layers
         self.num_heads: int = text.num_attention_heads
@@ -58,6 +62,9 @@ class Qwen25VL:
 
     def encode(self, patches: torch.Tensor, images: Seq[ImageInfo]) -> list[torch.Tensor]:
         """patches: [P of all images, C * T * S * S]. Returns [num_tokens, D] for each image."""
+        if self._vision is not None:
+            embeddings = self._vision.forward(patches, [image.grid_thw for image in images])
+            return list(torch.split(embeddings, [image.num_tokens for image in images]))
         grids = torch.tensor([image.grid_thw for image in images], device=self._device)
         features = self._model.model.get_image_features(patches, grids).pooler_output
         return list(features)

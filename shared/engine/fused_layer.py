@@ -1,0 +1,138 @@
+"""What the fused layers of text and of pictures have in common: norms, rotary turns, and what follows attention.
+
+The norms' weights are multiplied into those of the products after them. A head's halves are interleaved, so that a rotary
+turn is a product of complex numbers, in place. Used by fused_text.py and fused_vision.py.
+Shapes: T tokens (patches of a picture), D model, S = D and what is beside it, X heads, H head size, F = H / 2 frequencies,
+I inner size of the MLP, O outputs; P parts of W outputs (see wide_weight.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import pad, silu
+
+from triptych.shared.engine.wide_weight import WideWeight, laid_out
+
+_SPARE_STATES = 16  # of a token, beside its hidden state: one for the norm, the others keep rows at 64 bytes in float32
+_MAX_PART_OUTPUTS = 128  # measured on a CPU, 64 to 256
+
+
+class Hidden:
+    """Hidden states of some tokens, changed in place. states_TS: followed by what keeps their norm from zero, then zeros."""
+
+    def __init__(self, states_TS: torch.Tensor, size: int) -> None:
+        self.states_TS = states_TS
+        self.hidden_TD = states_TS[:, :size]
+
+    @classmethod
+    def of(cls, embeds_TD: torch.Tensor, epsilon: float) -> Hidden:
+        """A copy. epsilon: the norms'."""
+        size = embeds_TD.shape[1]
+        states_TS = pad(embeds_TD, (0, _SPARE_STATES))
+        states_TS[:, size] = (size * epsilon) ** 0.5
+        return cls(states_TS, size)
+
+    def rows(self, index: torch.Tensor) -> Hidden:
+        """A copy of some."""
+        return Hidden(self.states_TS[index], self.hidden_TD.shape[1])
+
+    def normed(self) -> torch.Tensor:
+        """Root mean square norm without weight, [T, D], short of a factor of sqrt(D), which is in the weights."""
+        norm_T1 = torch.linalg.vector_norm(self.states_TS, dim=-1, keepdim=True, dtype=torch.float32)
+        normed_TD: torch.Tensor = self.hidden_TD / norm_T1
+        return normed_TD.to(self.hidden_TD.dtype)
+
+
+class Turning:
+    """Any number of heads that get rotary turns, in place: products of complex numbers, in float32."""
+
+    def __init__(self, heads_XTH: torch.Tensor) -> None:
+        self._heads_XTH = heads_XTH
+        self._floats_XTH = heads_XTH.float()  # float32: no copy
+        self._pairs_XTF = torch.view_as_complex(torch.unflatten(self._floats_XTH, -1, (-1, 2)))
+
+    def turn(self, turns_TF: torch.Tensor) -> None:
+        if self._floats_XTH is self._heads_XTH:
+            self._pairs_XTF.mul_(turns_TF)
+        else:
+            self._floats_XTH.copy_(self._heads_XTH)
+            self._pairs_XTF.mul_(turns_TF)
+            self._heads_XTH.copy_(self._floats_XTH)
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """What follows attention: its output, then the MLP. gate_up: gates first. output [N * H, D], down [I, D]: as torch.mm
+    takes them."""
+
+    output: torch.Tensor
+    output_bias_D: torch.Tensor | None
+    gate_up: WideWeight
+    down: torch.Tensor
+    down_bias_D: torch.Tensor | None
+
+    @classmethod
+    def of(cls, projection: Any, mlp: Any, norm_D: torch.Tensor) -> Outputs:
+        """From modules: attention's last, and the MLP with the weight of the norm before it."""
+        gates, ups = mlp.gate_proj, mlp.up_proj
+        gate_up = times_norm(torch.cat((gates.weight, ups.weight)), norm_D)
+        bias = None if gates.bias is None else torch.cat((gates.bias, ups.bias))
+        return cls(
+            output=laid_out(projection.weight),
+            output_bias_D=projection.bias,
+            gate_up=WideWeight(laid_out(gate_up), _part_size(gates.weight), bias),
+            down=laid_out(mlp.down_proj.weight),
+            down_bias_D=mlp.down_proj.bias,
+        )
+
+    def add(self, hidden: Hidden, attended_TX: torch.Tensor, gates: Gates) -> None:
+        """Add to the hidden states what is made of [T, N * H]."""
+        _add_product(hidden.hidden_TD, attended_TX, self.output, self.output_bias_D)
+        self.gate_up.product(hidden.normed(), gates.all_PTW)
+        torch.mul(silu(gates.gate_PTW, inplace=True), gates.up_PTW, out=gates.product_PTW)
+        _add_product(hidden.hidden_TD, gates.product_TI, self.down, self.down_bias_D)
+
+
+class Gates:
+    """What the MLP makes of some tokens' gates and ups, and views of it: made once for all layers and tiles of so many."""
+
+    def __init__(self, num_tokens: int, outputs: Outputs) -> None:
+        self.all_PTW = outputs.gate_up.empty(num_tokens)
+        self.gate_PTW, self.up_PTW = self.all_PTW.chunk(2)
+        self.product_TI = self.all_PTW.new_empty(num_tokens, len(outputs.down))
+        self.product_PTW = torch.unflatten(self.product_TI, 1, (-1, self.gate_PTW.shape[-1])).transpose(0, 1)
+
+
+def tiles(hidden: Hidden, outputs: Outputs, num_rows: int) -> list[tuple[Hidden, Gates]]:
+    """Hidden states in tiles of num_rows, and what their gates go into, for all layers with outputs of that size."""
+    parts = [Hidden(states_TS, hidden.hidden_TD.shape[1]) for states_TS in torch.split(hidden.states_TS, num_rows)]
+    gates = {num_tokens: Gates(num_tokens, outputs) for num_tokens in {len(part.states_TS) for part in parts}}
+    return [(part, gates[len(part.states_TS)]) for part in parts]
+
+
+def interleaved(heads: torch.Tensor, head_size: int) -> torch.Tensor:
+    """[number of heads * H, ...], of each head 0, F, 1, F + 1, ... instead of 0, 1, ..., F, F + 1, ..."""
+    halves = heads.view(-1, 2, head_size // 2, *heads.shape[1:])
+    return halves.transpose(1, 2).reshape(heads.shape)
+
+
+def times_norm(weight_OD: torch.Tensor, norm_D: torch.Tensor) -> torch.Tensor:
+    """Weights for what `Hidden.normed` gives."""
+    scaled_D: torch.Tensor = norm_D.float() * len(norm_D) ** 0.5
+    return (weight_OD.float() * scaled_D).to(weight_OD.dtype)
+
+
+def _add_product(hidden_TD: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor, bias_D: torch.Tensor | None) -> None:
+    if bias_D is not None:
+        hidden_TD.add_(bias_D)
+    hidden_TD.addmm_(rows, weight)
+
+
+def _part_size(gates_ID: torch.Tensor) -> int:
+    num_gates = len(gates_ID)
+    if gates_ID.device.type != "cpu":
+        return num_gates
+    return max(size for size in range(1, _MAX_PART_OUTPUTS + 1) if num_gates % size == 0)
