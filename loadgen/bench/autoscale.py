@@ -43,8 +43,9 @@ class Side:
     most: int
 
 
-# What the peak needs: the fewest in the pools of ours with which 99 % of the requests of its 90 seconds are in time too (10
-# simulated, two seeds). They may still move, and one more may start.
+# What the peak needs, chosen: more than the fewest with which 99 % of the requests of its 90 seconds are in time too (8,
+# simulated with two seeds: known afterwards), fewer than our own rule gives to its load (9 and 2). They may still move, and one
+# more may start.
 PEAK = 10
 SIDES = {
     "triptych": Side("triptych", 3, 2, 24),
