@@ -12,15 +12,17 @@ from triptych.services.host_context import HostContext
 from triptych.services.instance_parts import HostParts, host_context
 from triptych.shared.checkpoint import open_checkpoint
 from triptych.shared.engine.api import Engine
-from triptych.shared.engine.thread import EngineCalls
-from triptych.shared.engine.torch_engine import load_engine
+from triptych.shared.engine.shared_cores import shared_cores
+from triptych.shared.engine.thread import EngineCalls, EngineThread
+from triptych.shared.engine.torch_engine import TorchEngine, load_engine
+from triptych.shared.machine import num_cores
 from triptych.shared.request_tasks import RequestTasks
 from triptych.shared.service import ServiceContext
 from triptych.shared.settings import Settings
 from triptych.shared.transport.opening import open_transport
 
 
-def open_engine(settings: Settings, num_threads: int) -> Engine:
+def open_engine(settings: Settings, num_threads: int) -> TorchEngine:
     """Load the weights; on the engine thread, which torch's number of threads is about.
 
     Raises:
@@ -28,6 +30,12 @@ def open_engine(settings: Settings, num_threads: int) -> Engine:
     """
     torch.set_num_threads(num_threads)
     return load_engine(open_checkpoint(settings.model, settings.model_name), settings)
+
+
+def share_cores(engine: TorchEngine, thread: EngineThread, least: int) -> None:
+    """From now on the engine computes with the cores that others leave to it; at least so many."""
+    thread.cores = shared_cores(num_cores(), least, torch.set_num_threads)
+    engine.share_cores(thread.cores)
 
 
 async def open_host(frame: ServiceContext, engine: Engine, thread: EngineCalls, tasks: RequestTasks) -> HostContext:

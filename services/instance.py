@@ -67,7 +67,8 @@ def make_service(settings: Settings, roles: Sequence[Role]) -> ServiceApp:
 
 
 def num_threads(settings: Settings) -> int:
-    """Torch threads of one instance. The command line has set OMP_NUM_THREADS, by the same rule, before torch is loaded."""
+    """Torch threads of one instance, when all others compute, too. The command line has set OMP_NUM_THREADS, by the same rule,
+    before torch is loaded."""
     return settings.threads or int(os.environ.get("OMP_NUM_THREADS") or 1)
 
 
@@ -112,9 +113,11 @@ class InstanceService:
             return await open_emulated_host(self._frame, self._emulated, self._initial_roles, self._tasks)
         # Torch takes seconds to import: on the engine thread that blocks nobody. Later imports of it are look-ups.
         await self._thread.run(importlib.import_module, "triptych.services.engine_host")
-        from triptych.services.engine_host import open_engine, open_host
+        from triptych.services.engine_host import open_engine, open_host, share_cores
 
         engine = await self._thread.run(open_engine, self._settings, num_threads(self._settings))
+        if isinstance(self._thread, EngineThread) and not self._settings.threads and self._settings.device == "cpu":
+            share_cores(engine, self._thread, num_threads(self._settings))
         return await open_host(self._frame, engine, self._thread, self._tasks)
 
     async def handle(self, request: InstanceRequest) -> Message | None:

@@ -37,8 +37,8 @@ class Settings(BaseSettings):
     name: str = Field("", description="slot name of this process, such as encoder-0; default: made from its stage")
 
     # the engine
-    threads: int = Field(0, ge=0, description="torch threads per instance; 0: max(1, cores // engine instances)")
-    engine_instances: int = Field(3, ge=1, description="engine instances on this machine, for the default of threads")
+    threads: int = Field(0, ge=0, description="torch threads of an instance; 0: the cores on which no other one computes")
+    engine_instances: int = Field(3, ge=1, description="engine instances on this machine: how few threads one has at least")
     block_size: int = Field(16, ge=1, le=256, description="tokens per KV block")
     kv_cache_bytes: int = Field(256 << 20, ge=1 << 16, description="memory of one instance's KV pool")
     embedding_cache_bytes: int = Field(256 << 20, ge=0, description="embeddings that one instance keeps (chosen)")

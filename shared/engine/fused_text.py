@@ -6,6 +6,7 @@ Shapes: T packed tokens, R rows asked for, D model, N query heads, K kv heads, X
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from triptych.shared.engine.wide_weight import WideWeight, laid_out
 KEY_ORDER = "interleaved"  # of a head in the KV: blocks of modules, whose heads are in halves, don't fit
 _LAYER_KINDS = ("Qwen2_5_VLDecoderLayer",)
 _MOVING_ROPE_KINDS = ("dynamic", "longrope")  # their frequencies depend on how long a sequence is
+_MANY_ROWS = 64  # chosen: from here a pass takes long enough for something to change meanwhile
 _TILE_ROWS = 256  # measured: what the MLP works on at once stays in a core's cache, and in memory that malloc keeps
 
 
@@ -51,6 +53,8 @@ class FusedText:
 
     Args:
         axis_F: int64, which of the three rotary positions (time, height, width) turns each frequency.
+
+    between_layers: called where many tokens are computed.
     """
 
     def __init__(self, text_model: Any, axis_F: torch.Tensor) -> None:
@@ -65,6 +69,7 @@ class FusedText:
         self._rotary_scale = torch.tensor(rotary.attention_scaling, dtype=torch.float32, device=weight.device)
         self._norm_weight_D = weight * len(weight) ** 0.5
         self._epsilon: float = norm.variance_epsilon
+        self.between_layers: Callable[[], None] = int  # which does nothing
         self._layers: list[_Layer] = []
         while text_model.layers:  # one at a time: both forms of all of them would take twice the memory
             self._layers.append(_fused(text_model.layers.pop(0)))
@@ -78,6 +83,8 @@ class FusedText:
         hidden = Hidden.of(embeds_TD, self._epsilon)
         parts = tiles(hidden, self._layers[0].outputs, _TILE_ROWS)
         for index, layer in enumerate(self._layers):
+            if len(embeds_TD) >= _MANY_ROWS:
+                self.between_layers()
             if index == len(self._layers) - 1 and plan.last_rows is not None:
                 attended = self._attended_last(index, hidden, turns_TF, plan)
                 hidden = hidden.rows(plan.last_rows)

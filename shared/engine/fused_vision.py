@@ -7,6 +7,7 @@ size, X = 3N, F = H / 2 frequencies.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +53,7 @@ def can_fuse(tower: Any) -> bool:
 
 
 class FusedVision:
-    """What the tower does, which is left without blocks."""
+    """What the tower does, which is left without blocks. between_layers: called there."""
 
     def __init__(self, tower: Any) -> None:
         attention, merger, self._epsilon = tower.blocks[0].attn, tower.merger, float(tower.merger.ln_q.variance_epsilon)
@@ -66,6 +67,7 @@ class FusedVision:
         weight = times_norm(first.weight.unflatten(1, (self._num_merged, -1)), merger.ln_q.weight).flatten(1)
         self._merging, self._merging_bias = laid_out(weight), first.bias
         self._merged, self._merged_bias = laid_out(second.weight), second.bias
+        self.between_layers: Callable[[], None] = int  # which does nothing
         num_layers, full = len(tower.blocks), set(tower.fullatt_block_indexes)
         # one at a time: both forms of all of them would take twice the memory
         self._layers = [_fused(tower.blocks.pop(0), index not in full) for index in range(num_layers)]
@@ -79,6 +81,7 @@ class FusedVision:
         windows, frames = heads.cut(layout.windows), heads.cut(layout.frames)
         parts = tiles(hidden, self._layers[0].outputs, _TILE_ROWS)
         for layer in self._layers:
+            self.between_layers()
             layer.qkv.product(hidden.normed(), heads.all_XPH)
             heads.turned.turn(layout.turns_PF)
             attended_PX = self._attended(windows if layer.is_windowed else frames)

@@ -5,6 +5,7 @@ Another family gets a module of this shape. Shapes: T packed tokens, R rows that
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -59,6 +60,12 @@ class Qwen25VL:
         self.head_size: int = text.hidden_size // text.num_attention_heads
         self.hidden_size: int = text.hidden_size
         self.vocab_size: int = text.vocab_size
+
+    def call_between_layers(self, call: Callable[[], None]) -> None:
+        """In passes that take a while."""
+        for fused in (self._vision, self._fused):
+            if fused is not None:
+                fused.between_layers = call
 
     def encode(self, patches: torch.Tensor, images: Seq[ImageInfo]) -> list[torch.Tensor]:
         """patches: [P of all images, C * T * S * S]. Returns [num_tokens, D] for each image."""

@@ -7,6 +7,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, Protocol, TypeVar
 
+from triptych.shared.engine.shared_cores import Cores, OwnCores
+
+LINGER_S = 0.01  # chosen: longer than the event loop takes from one step to the next, in which an engine computes on
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -25,13 +28,32 @@ class EngineCalls(Protocol):
 
 
 class EngineThread:
-    """Implements EngineCalls, on a thread of its own."""
+    """Implements EngineCalls, on a thread of its own. cores: what the calls compute with."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
+        self.cores: Cores = OwnCores()
+        self._num_calls = 0
+        self._leaving: asyncio.TimerHandle | None = None
 
     async def run(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        call = self._executor.submit(fn, *args, **kwargs)
+        self._num_calls += 1
+        if self._leaving is not None:
+            self._leaving.cancel()
+            self._leaving = None
+        try:
+            return await self._called(fn, *args, **kwargs)
+        finally:
+            self._num_calls -= 1
+            if not self._num_calls:
+                self._leaving = asyncio.get_running_loop().call_later(LINGER_S, self.cores.leave)
+
+    async def _called(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        def call_with_cores() -> T:
+            self.cores.take()
+            return fn(*args, **kwargs)
+
+        call = self._executor.submit(call_with_cores)
         future = asyncio.wrap_future(call)
         try:
             return await asyncio.shield(future)

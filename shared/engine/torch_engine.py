@@ -20,6 +20,7 @@ from triptych.shared.engine.paged_kv import BlockPool
 from triptych.shared.engine.positions import check_chunk, check_prompt, packed_positions
 from triptych.shared.engine.qwen2_5_vl import Qwen25VL
 from triptych.shared.engine.sampling import sample
+from triptych.shared.engine.shared_cores import Cores
 from triptych.shared.engine.vision import check_image, patchify
 from triptych.shared.errors import BadRequest, InternalError
 from triptych.shared.image_info import ImageInfo
@@ -77,6 +78,10 @@ class TorchEngine:
         sizes = f"{model.num_layers}x{model.num_kv_heads}x{model.head_size}"
         kind = f"{checkpoint.model_type}/{checkpoint.revision}/{settings.dtype}"
         self.kv_layout = f"{kind}/{sizes}/{model.key_order}/{self.block_size}"
+
+    def share_cores(self, cores: Cores) -> None:
+        """With those who compute beside: also in the middle of a pass."""
+        self._model.call_between_layers(cores.take)
 
     @torch.inference_mode()
     def encode(self, images: Seq[ImageInfo], pixels: Seq[torch.Tensor]) -> list[torch.Tensor]:

@@ -46,10 +46,10 @@ class WideWeight:
         return self._weight_DO.new_empty(num_rows, num_parts, num_outputs).transpose(0, 1)
 
     def product(self, rows_TD: torch.Tensor, out_PTW: torch.Tensor | None = None) -> torch.Tensor:
-        """[P, T, W], in out_PTW when given: what `empty` gave."""
+        """[P, T, W], in out_PTW when given: what `empty` gave, perhaps when there were more threads."""
         if out_PTW is None:
             out_PTW = self.empty(len(rows_TD))
-        if _goes_in_parts(len(rows_TD)):
+        if len(rows_TD) > 1 and out_PTW.is_contiguous():
             rows_PTD = rows_TD.expand(len(self._parts_PDW), -1, -1)
             if self._bias_P1W is None:
                 return torch.bmm(rows_PTD, self._parts_PDW, out=out_PTW)

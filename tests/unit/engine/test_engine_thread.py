@@ -52,6 +52,32 @@ async def test_a_cancelled_caller_leaves_after_its_call() -> None:
     thread.close()
 
 
+class Watched:
+    """Cores that tell what is done with them."""
+
+    def __init__(self) -> None:
+        self.seen: list[str | int] = []
+        self.has_left = asyncio.Event()
+
+    def take(self) -> None:
+        self.seen.append(threading.get_ident())
+
+    def leave(self) -> None:
+        self.seen.append("left")
+        self.has_left.set()
+
+
+async def test_an_engine_holds_its_cores_from_step_to_step_and_leaves_them_once_it_rests() -> None:
+    thread, cores = EngineThread(), Watched()
+    thread.cores = cores
+    ident = await thread.run(threading.get_ident)
+    await thread.run(lambda: None)
+    assert cores.seen == [ident, ident], "taken where torch counts its threads, and not left between two steps"
+    await asyncio.wait_for(cores.has_left.wait(), TIMEOUT_S)
+    assert cores.seen == [ident, ident, "left"]
+    thread.close()
+
+
 async def test_an_exception_comes_out() -> None:
     thread = EngineThread()
     with pytest.raises(ZeroDivisionError):
