@@ -113,6 +113,10 @@ def tiles(hidden: Hidden, outputs: Outputs, num_rows: int) -> list[tuple[Hidden,
     return [(part, gates[len(part.states_TS)]) for part in parts]
 
 
+def nothing() -> None:
+    """What is called between layers where nobody asked for anything."""
+
+
 def interleaved(heads: torch.Tensor, head_size: int) -> torch.Tensor:
     """[number of heads * H, ...], of each head 0, F, 1, F + 1, ... instead of 0, 1, ..., F, F + 1, ..."""
     halves = heads.view(-1, 2, head_size // 2, *heads.shape[1:])

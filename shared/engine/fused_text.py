@@ -14,7 +14,7 @@ import torch
 
 from triptych.shared.engine.attention import attend
 from triptych.shared.engine.batch_plan import BatchPlan
-from triptych.shared.engine.fused_layer import Hidden, Outputs, Turning, interleaved, tiles, times_norm
+from triptych.shared.engine.fused_layer import Hidden, Outputs, Turning, interleaved, nothing, tiles, times_norm
 from triptych.shared.engine.wide_weight import WideWeight, laid_out
 
 KEY_ORDER = "interleaved"  # of a head in the KV: blocks of modules, whose heads are in halves, don't fit
@@ -69,7 +69,7 @@ class FusedText:
         self._rotary_scale = torch.tensor(rotary.attention_scaling, dtype=torch.float32, device=weight.device)
         self._norm_weight_D = weight * len(weight) ** 0.5
         self._epsilon: float = norm.variance_epsilon
-        self.between_layers: Callable[[], None] = int  # which does nothing
+        self.between_layers: Callable[[], None] = nothing
         self._layers: list[_Layer] = []
         while text_model.layers:  # one at a time: both forms of all of them would take twice the memory
             self._layers.append(_fused(text_model.layers.pop(0)))

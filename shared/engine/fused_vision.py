@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
-from triptych.shared.engine.fused_layer import Hidden, Outputs, Turning, interleaved, tiles, times_norm
+from triptych.shared.engine.fused_layer import Hidden, Outputs, Turning, interleaved, nothing, tiles, times_norm
 from triptych.shared.engine.vision_layout import Run, VisionLayouts
 from triptych.shared.engine.wide_weight import WideWeight, laid_out
 
@@ -67,7 +67,7 @@ class FusedVision:
         weight = times_norm(first.weight.unflatten(1, (self._num_merged, -1)), merger.ln_q.weight).flatten(1)
         self._merging, self._merging_bias = laid_out(weight), first.bias
         self._merged, self._merged_bias = laid_out(second.weight), second.bias
-        self.between_layers: Callable[[], None] = int  # which does nothing
+        self.between_layers: Callable[[], None] = nothing
         num_layers, full = len(tower.blocks), set(tower.fullatt_block_indexes)
         # one at a time: both forms of all of them would take twice the memory
         self._layers = [_fused(tower.blocks.pop(0), index not in full) for index in range(num_layers)]

@@ -24,7 +24,7 @@ from triptych.shared.policies.elastic.strategy import Memory
 from triptych.shared.policies.elastic.views import ClusterView, ElasticInstance
 from triptych.shared.policies.groups import ANY, Group
 
-SOME_A_MINUTE = Hysteresis(dwell_s=10.0, max_switches=12, window_s=60.0)  # chosen
+SOME_A_MINUTE = Hysteresis(dwell_s=30.0, max_switches=12, window_s=60.0)  # chosen
 CALM_TOLERANCE = 5.0  # chosen: a burst of five times the average, the most that traces show in a minute, hurts nobody then
 MIN_IMPROVEMENT = 1.1  # chosen: of the lowest burst tolerance, below which no instance changes its group for it
 
