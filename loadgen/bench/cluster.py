@@ -152,7 +152,9 @@ class _ClusterBench:
                 for side in (THEIRS, OURS) if number % 2 else (OURS, THEIRS):
                     async with self._ours() if side == OURS else contextlib.nullcontext(theirs) as server:
                         await self._measure(server, rate, seed)
-                if not self.options.rates_per_s and self._is_too_much(rate):
+                if self.options.rates_per_s:
+                    continue
+                if self._is_too_much(rate):
                     break
                 self.knee_per_s = rate
 

@@ -40,8 +40,7 @@ ASK_TIMEOUT_S = 120.0  # chosen: a machine that has just emulated eight GPUs
 # The first minute of `bursts` is steady. Rates chosen so that the day's peaks are about what eight instances can do
 FULL = Scale({DAY: Part(1.5, 1440.0), STEADY: Part(1.0, 60.0)}, 6.0, SEEDS, (*SPLITS, *MIN_RATIOS))
 QUICK = Scale({DAY: Part(1.0, 120.0)}, 10.0, SEEDS[:1], (SPLITS[1], "triptych"))
-TORCH_RATE = 2.0  # chosen
-TORCH = {DAY: Part(TORCH_RATE, 180.0, abridged=8.0)}
+TORCH = {DAY: Part(2.0, 180.0, abridged=8.0)}  # chosen
 QUICK_TORCH = {DAY: Part(1.0, 10.0, abridged=144.0)}
 
 

@@ -30,8 +30,7 @@ MIN_LIGHT_RATIO = 0.98
 # than 40 real ones are too much for the control plane on two cores
 FULL = Scale({BURSTS: Part(0.85, 180.0), LIGHT: Part(2.5, 60.0)}, 4.0, SEEDS, POLICIES)
 QUICK = Scale({BURSTS: Part(1.0, 70.0), LIGHT: Part(1.0, 20.0)}, 10.0, SEEDS[:1], ("monolith", "triptych"))
-TORCH_RATE = 2.0  # chosen
-TORCH = {BURSTS: Part(TORCH_RATE, 180.0)}
+TORCH = {BURSTS: Part(2.0, 180.0)}  # chosen
 QUICK_TORCH = {BURSTS: Part(1.0, 9.0, abridged=10.0)}
 
 
