@@ -3,7 +3,7 @@
 The norms' weights are multiplied into those of the products after them. A head's halves are interleaved, so that a rotary
 turn is a product of complex numbers, in place. Used by fused_text.py and fused_vision.py.
 Shapes: T tokens (patches of a picture), D model, S = D and what is beside it, X heads, H head size, F = H / 2 frequencies,
-I inner size of the MLP, O outputs; P parts of W outputs (see wide_weight.py).
+I inner size of the MLP, O outputs; P parts of W outputs (see weights.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad, silu
 
-from triptych.shared.engine.wide_weight import WideWeight, laid_out
+from triptych.shared.engine.weights import MakeWeight, Weight
 
 _SPARE_STATES = 16  # of a token, beside its hidden state: one for the norm, the others keep rows at 64 bytes in float32
 _MAX_PART_OUTPUTS = 128  # measured on a CPU, 64 to 256
@@ -65,35 +65,31 @@ class Turning:
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """What follows attention: its output, then the MLP. gate_up: gates first. output [N * H, D], down [I, D]: as torch.mm
-    takes them."""
+    """What follows attention: its output [N * H to D], then the MLP. gate_up: gates first. down: [I to D]."""
 
-    output: torch.Tensor
-    output_bias_D: torch.Tensor | None
-    gate_up: WideWeight
-    down: torch.Tensor
-    down_bias_D: torch.Tensor | None
+    output: Weight
+    gate_up: Weight
+    down: Weight
+    inner_size: int
 
     @classmethod
-    def of(cls, projection: Any, mlp: Any, norm_D: torch.Tensor) -> Outputs:
+    def of(cls, projection: Any, mlp: Any, norm_D: torch.Tensor, make: MakeWeight) -> Outputs:
         """From modules: attention's last, and the MLP with the weight of the norm before it."""
-        gates, ups = mlp.gate_proj, mlp.up_proj
-        gate_up = times_norm(torch.cat((gates.weight, ups.weight)), norm_D)
+        gates, ups, down = mlp.gate_proj, mlp.up_proj, mlp.down_proj
         bias = None if gates.bias is None else torch.cat((gates.bias, ups.bias))
         return cls(
-            output=laid_out(projection.weight),
-            output_bias_D=projection.bias,
-            gate_up=WideWeight(laid_out(gate_up), _part_size(gates.weight), bias),
-            down=laid_out(mlp.down_proj.weight),
-            down_bias_D=mlp.down_proj.bias,
+            output=make(projection.weight, len(projection.weight), projection.bias),
+            gate_up=make(times_norm(torch.cat((gates.weight, ups.weight)), norm_D), _part_size(gates.weight), bias),
+            down=make(down.weight, len(down.weight), down.bias),
+            inner_size=len(gates.weight),
         )
 
     def add(self, hidden: Hidden, attended_TX: torch.Tensor, gates: Gates) -> None:
         """Add to the hidden states what is made of [T, N * H]."""
-        _add_product(hidden.hidden_TD, attended_TX, self.output, self.output_bias_D)
+        self.output.add_product(attended_TX, hidden.hidden_TD)
         self.gate_up.product(hidden.normed(), gates.all_PTW)
         torch.mul(silu(gates.gate_PTW, inplace=True), gates.up_PTW, out=gates.product_PTW)
-        _add_product(hidden.hidden_TD, gates.product_TI, self.down, self.down_bias_D)
+        self.down.add_product(gates.product_TI, hidden.hidden_TD)
 
 
 class Gates:
@@ -102,7 +98,7 @@ class Gates:
     def __init__(self, num_tokens: int, outputs: Outputs) -> None:
         self.all_PTW = outputs.gate_up.empty(num_tokens)
         self.gate_PTW, self.up_PTW = self.all_PTW.chunk(2)
-        self.product_TI = self.all_PTW.new_empty(num_tokens, len(outputs.down))
+        self.product_TI = self.all_PTW.new_empty(num_tokens, outputs.inner_size)
         self.product_PTW = torch.unflatten(self.product_TI, 1, (-1, self.gate_PTW.shape[-1])).transpose(0, 1)
 
 
@@ -127,12 +123,6 @@ def times_norm(weight_OD: torch.Tensor, norm_D: torch.Tensor) -> torch.Tensor:
     """Weights for what `Hidden.normed` gives."""
     scaled_D: torch.Tensor = norm_D.float() * len(norm_D) ** 0.5
     return (weight_OD.float() * scaled_D).to(weight_OD.dtype)
-
-
-def _add_product(hidden_TD: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor, bias_D: torch.Tensor | None) -> None:
-    if bias_D is not None:
-        hidden_TD.add_(bias_D)
-    hidden_TD.addmm_(rows, weight)
 
 
 def _part_size(gates_ID: torch.Tensor) -> int:

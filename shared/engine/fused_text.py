@@ -15,7 +15,7 @@ import torch
 from triptych.shared.engine.attention import attend
 from triptych.shared.engine.batch_plan import BatchPlan
 from triptych.shared.engine.fused_layer import Hidden, Outputs, Turning, interleaved, nothing, tiles, times_norm
-from triptych.shared.engine.wide_weight import WideWeight, laid_out
+from triptych.shared.engine.weights import Weight, weight_for_few_rows
 
 KEY_ORDER = "interleaved"  # of a head in the KV: blocks of modules, whose heads are in halves, don't fit
 _LAYER_KINDS = ("Qwen2_5_VLDecoderLayer",)
@@ -28,7 +28,7 @@ _TILE_ROWS = 256  # measured: what the MLP works on at once stays in a core's ca
 class _Layer:
     """qkv: a part for each head."""
 
-    qkv: WideWeight
+    qkv: Weight
     outputs: Outputs
 
 
@@ -116,5 +116,6 @@ def _fused(layer: Any) -> _Layer:
     q, k, v, head_size = attention.q_proj, attention.k_proj, attention.v_proj, attention.head_dim
     weight = torch.cat((interleaved(q.weight, head_size), interleaved(k.weight, head_size), v.weight))
     bias = torch.cat((interleaved(q.bias, head_size), interleaved(k.bias, head_size), v.bias))
-    qkv = WideWeight(laid_out(times_norm(weight, layer.input_layernorm.weight)), head_size, bias)
-    return _Layer(qkv, Outputs.of(attention.o_proj, layer.mlp, layer.post_attention_layernorm.weight))
+    qkv = weight_for_few_rows(times_norm(weight, layer.input_layernorm.weight), head_size, bias)
+    norm_D = layer.post_attention_layernorm.weight
+    return _Layer(qkv, Outputs.of(attention.o_proj, layer.mlp, norm_D, weight_for_few_rows))

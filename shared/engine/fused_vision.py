@@ -17,7 +17,7 @@ from torch.nn.functional import gelu, scaled_dot_product_attention
 
 from triptych.shared.engine.fused_layer import Hidden, Outputs, Turning, interleaved, nothing, tiles, times_norm
 from triptych.shared.engine.vision_layout import Run, VisionLayouts
-from triptych.shared.engine.wide_weight import WideWeight, laid_out
+from triptych.shared.engine.weights import Weight, dense_weight, laid_out
 
 _KINDS = ("Qwen2_5_VLVisionBlock", "Qwen2_5_VLPatchMerger")
 _TILE_ROWS = 512  # measured, 256 to 1024: within what measurements vary by
@@ -27,7 +27,7 @@ _TILE_ROWS = 512  # measured, 256 to 1024: within what measurements vary by
 class _Layer:
     """qkv: a part for each head. is_windowed: patches attend within their windows."""
 
-    qkv: WideWeight
+    qkv: Weight
     outputs: Outputs
     is_windowed: bool
 
@@ -106,8 +106,8 @@ class FusedVision:
 def _fused(block: Any, is_windowed: bool) -> _Layer:
     attention, head_size = block.attn, block.attn.head_dim
     weight, bias = (_interleaved_qk(tensor, head_size) for tensor in (attention.qkv.weight, attention.qkv.bias))
-    qkv = WideWeight(laid_out(times_norm(weight, block.norm1.weight)), head_size, bias)
-    return _Layer(qkv, Outputs.of(attention.proj, block.mlp, block.norm2.weight), is_windowed)
+    qkv = dense_weight(times_norm(weight, block.norm1.weight), head_size, bias)
+    return _Layer(qkv, Outputs.of(attention.proj, block.mlp, block.norm2.weight, dense_weight), is_windowed)
 
 
 def _interleaved_qk(qkv: torch.Tensor, head_size: int) -> torch.Tensor:

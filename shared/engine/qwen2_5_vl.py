@@ -17,6 +17,7 @@ from triptych.shared.checkpoint import Checkpoint
 from triptych.shared.engine import fused_text, fused_vision
 from triptych.shared.engine.attention import ATTENTION_NAME, paged_attention
 from triptych.shared.engine.batch_plan import BatchPlan
+from triptych.shared.engine.weights import PackedWeight, pays_to_pack
 from triptych.shared.errors import BadRequest
 from triptych.shared.image_info import ImageInfo
 
@@ -53,6 +54,10 @@ class Qwen25VL:
         if fused_vision.can_fuse(self._model.model.visual):
             self._vision = fused_vision.FusedVision(self._model.model.visual)
             del self._model.model.visual
+        head: torch.Tensor = self._model.lm_head.weight
+        self._packed_head = PackedWeight(head, len(head)) if pays_to_pack(head) else None
+        if self._packed_head is not None:
+            del self._model.lm_head  # where embeddings are tied to it they stay
         self.key_order = "halves" if self._fused is None else fused_text.KEY_ORDER
         self.num_layers: int = text.num_hidden_layers
         self.num_heads: int = text.num_attention_heads
@@ -104,7 +109,9 @@ class Qwen25VL:
         return states if plan.last_rows is None else states[plan.last_rows]
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
-        return linear(hidden_RD, self._model.lm_head.weight)
+        if self._packed_head is None:
+            return linear(hidden_RD, self._model.lm_head.weight)
+        return self._packed_head.product(hidden_RD)[0]
 
 
 def _rotary_axes(sections: Seq[int]) -> torch.Tensor:

@@ -25,7 +25,7 @@ from support.engine_cases import (
     step,
 )
 from triptych.shared.checkpoint import Checkpoint, open_checkpoint
-from triptych.shared.engine import fused_text
+from triptych.shared.engine import fused_text, weights
 from triptych.shared.engine.api import Chunk, ImageSpan, Sequence
 from triptych.shared.engine.torch_engine import TorchEngine, load_engine
 from triptych.shared.engine.vision import patchify
@@ -94,6 +94,12 @@ def test_decoding_groups_whose_sequences_leave(checkpoint: Checkpoint, cases: li
             answer = Answer(case.answer.token_ids[:limit], case.answer.gaps[:limit])
             assert answer.difference(output(sequence)) is None
         release(engine, sequences)
+
+
+def test_weights_that_are_packed(checkpoint: Checkpoint, cases: list[Case], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of larger models are."""
+    monkeypatch.setattr(weights, "_MIN_PACKED", 0)
+    test_mixed_batches_of_random_chunks(checkpoint, cases, block_size=16, seed=4)
 
 
 def test_layers_that_are_not_fused(checkpoint: Checkpoint, cases: list[Case], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 
+from triptych.shared.engine import weights
 from triptych.shared.engine.api import Chunk, Sequence
 from triptych.shared.engine.attention import ATTENTION_NAME, paged_attention
 from triptych.shared.engine.batch_plan import plan_batch
@@ -99,6 +100,11 @@ def test_fused_layers_equal_the_modules(changed: dict[str, Any]) -> None:
 
 def test_wide_weights_in_parts_for_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert difference(text_model()) < 1e-5
+
+
+def test_packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "_MIN_PACKED", 0)
     assert difference(text_model()) < 1e-5
 
 
