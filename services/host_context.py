@@ -62,9 +62,10 @@ class HostContext:
     host_memory: Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
     steps_ahead: EmulatedSteps | None
 
-    async def compute(self, call: Callable[[B], list[T]], batch: B) -> list[T]:
-        """call(batch) as an engine call; what came of each item, results and exceptions."""
-        outcomes = await self.thread.run(call, batch)
+    async def compute(self, call: Callable[[B], list[T]], batch: B, can_wait: bool = False) -> list[T]:
+        """call(batch) as an engine call; what came of each item, results and exceptions. can_wait: see run_patiently."""
+        run = self.thread.run_patiently if can_wait else self.thread.run
+        outcomes = await run(call, batch)
         self.health.note(outcomes)
         return outcomes
 

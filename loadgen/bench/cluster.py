@@ -78,7 +78,7 @@ class Scale:
 
 
 # Chosen: a rate takes eight minutes
-FULL = Scale(90.0, 15.0, (1.0, 1.5, 2.25, 3.4, 5.0))
+FULL = Scale(90.0, 15.0, (1.5, 2.25, 3.4, 5.0))
 QUICK = Scale(20.0, 4.0, (1.0,))
 
 

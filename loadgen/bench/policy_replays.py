@@ -33,7 +33,7 @@ from triptych.loadgen.report.results import OutcomesReader, make_report
 from triptych.loadgen.synth.rows import workload_rows
 from triptych.loadgen.synth.workload import load_workload
 from triptych.loadgen.traces.shaping import shaped
-from triptych.loadgen.traces.trace import MalformedRows, Trace, TraceOptions
+from triptych.loadgen.traces.trace import MalformedRows, Shaping, Trace, TraceOptions
 from triptych.shared.policies.policy_set import policy_set
 from triptych.shared.policies.queueing import fcfs
 
@@ -89,7 +89,8 @@ class Scale:
 @dataclass(slots=True)
 class Found:
     """Of one set under one workload, all seeds together. burst_text_s: TTFT of its text requests that came in a burst of
-    pictures; modelled seconds, as goodput is per modelled second. own_scaled_met: shares in time. efforts: one of each replay.
+    pictures; modelled seconds, as goodput is per modelled second. own_scaled_met: shares in time. num_images_left_out: by
+    MAX_IMAGES. efforts: one of each replay.
     """
 
     burst_text_s: list[float] = field(default_factory=list)
@@ -97,6 +98,7 @@ class Found:
     class_wide_per_s: list[float] = field(default_factory=list)
     own_scaled_met: list[float] = field(default_factory=list)
     num_failed: int = 0
+    num_images_left_out: int = 0
     efforts: list[Effort] = field(default_factory=list)
 
     def figures(self) -> Iterator[tuple[str, float]]:
@@ -106,6 +108,7 @@ class Found:
         yield "goodput_class_wide_per_s", statistics.fmean(self.class_wide_per_s)
         yield "attainment_own_scaled", statistics.fmean(self.own_scaled_met)
         yield "num_failed", self.num_failed
+        yield "num_images_left_out", self.num_images_left_out
         yield from keeping_up.figures(self.efforts)
 
 
@@ -175,7 +178,8 @@ class PolicyBench:
     async def _replay(self, url: str, workload: str, seed: int, into: Found) -> Conditions:
         out = self._folder / f"{workload}-{seed}"
         out.mkdir(exist_ok=True)
-        conditions = await replay(self._trace(workload, seed), self._replay_options(url, out, seed), Console(quiet=True))
+        trace = self._trace(workload, seed)
+        conditions = await replay(trace, self._replay_options(url, out, seed), Console(quiet=True))
         if conditions.ended != "complete":
             raise BenchFailed(f"the replay of {workload} did not come to its end: {conditions.message}")
         self.isolated = conditions.isolated
@@ -186,6 +190,7 @@ class PolicyBench:
         into.class_wide_per_s.append(whole.slo_class_wide.goodput_per_s / self._scale.time_scale)
         into.own_scaled_met.append(whole.slo_own_scaled.met)
         into.num_failed += sum(whole.errors.values())
+        into.num_images_left_out += trace.shaping.num_images_left_out
         if workload == BURSTS:
             into.burst_text_s += self._text_in_bursts(OutcomesReader(out / OUTCOMES_FILE))
         return conditions
@@ -221,8 +226,8 @@ class PolicyBench:
             max_images=MAX_IMAGES,
             seed=seed,
         )
-        rows = workload_rows(msgspec.structs.replace(load_workload(workload), seed=seed))
-        return Trace(workload, "workload", shaped(rows, options), MalformedRows())
+        rows, shaping = workload_rows(msgspec.structs.replace(load_workload(workload), seed=seed)), Shaping()
+        return Trace(workload, "workload", shaped(rows, options, shaping), MalformedRows(), shaping=shaping)
 
     def _replay_options(self, url: str, out: Path, seed: int) -> ReplayOptions:
         return ReplayOptions(

@@ -126,7 +126,7 @@ class DecodeBatch:
     async def _outcomes(self, batch: list[DecodeJob]) -> Sequence[Outcome]:
         ahead, num_steps = self._context.steps_ahead, num_steps_ahead(self._context, batch)
         if ahead is None or not num_steps:
-            return await self._context.compute(self._compute, batch)
+            return await self._context.compute(self._compute, batch, can_wait=True)  # for first tokens
         return await ahead.run([job.sequence for job in batch], num_steps)
 
     def fail_all(self, error: Exception) -> None:

@@ -54,6 +54,9 @@ class EmulatedCalls:
             finally:
                 await self._end(began_s + self._spent_s)
 
+    async def run_patiently(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self.run(fn, *args, **kwargs)
+
     async def run_steps(self, steps_s: Iterable[float]) -> int:
         """Calls that are known ahead, one after the other, of so many modelled seconds each. How many of them were made: at
         least one, and those begun until `hurry`, or until another call was asked for."""

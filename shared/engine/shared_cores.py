@@ -1,8 +1,8 @@
 """Which engines on this machine compute at the moment, so that each takes the cores that the others leave to it.
 
 Each has bytes of its own in a file that all of a user's engines here know, and locks as many as it has threads, while it
-computes. Nobody waits for a lock, and the system takes back what a dead process held. Linux's locks of open files are what
-this needs.
+computes: in the first half of the file, or in the second, when what it does can wait. Nobody waits for a lock, and the system
+takes back what a dead process held. Linux's locks of open files are what this needs.
 """
 
 from __future__ import annotations
@@ -18,15 +18,26 @@ from typing import Protocol
 
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of Linux: type, whence, start, length, pid
 _PLACE_BITS = 48  # chosen: no two engines ever meet, and offsets of files have 63
-_END = 1 << 50  # of all places
+_HALF, _END = 1 << 49, 1 << 50  # of all places
 
 
 class Cores(Protocol):
     """What an engine computes with."""
 
-    def take(self) -> None:
-        """Compute from now on, or go on between two parts of a computation; on its thread: with what others leave, without
-        what they need."""
+    def take(self, can_wait: bool = False) -> None:
+        """Compute from now on; on its thread: with what others leave. can_wait: others may as well be first."""
+        ...
+
+    def take_again(self) -> None:
+        """The same between two parts of a computation: without what others need by now."""
+        ...
+
+    def rest(self) -> None:
+        """A computation is over: the cores are kept for one that may follow at once, but others may be first."""
+        ...
+
+    def others_hurry(self) -> bool:
+        """Others compute what can not wait."""
         ...
 
     def leave(self) -> None:
@@ -37,8 +48,17 @@ class Cores(Protocol):
 class OwnCores:
     """Implements Cores, of an engine whose number of threads stays."""
 
-    def take(self) -> None:
+    def take(self, can_wait: bool = False) -> None:
         """It has what it needs."""
+
+    def take_again(self) -> None:
+        """Nothing has changed."""
+
+    def rest(self) -> None:
+        """Nobody else wants them."""
+
+    def others_hurry(self) -> bool:
+        return False
 
     def leave(self) -> None:
         """Nobody to tell."""
@@ -73,9 +93,14 @@ class SharedCores:
         self._set_num_threads = set_num_threads
         self._num_threads = 0
         self._place = secrets.randbits(_PLACE_BITS)
+        self._can_wait = False
         self.leave()
 
-    def take(self) -> None:
+    def take(self, can_wait: bool = False) -> None:
+        self._move(can_wait)
+        self.take_again()
+
+    def take_again(self) -> None:
         used = self._used(0, _END)
         num_idle = self._num_cores - sum(used)
         num_threads = max(self._least, min(num_idle, self._num_cores // (1 + len(used))))
@@ -86,6 +111,13 @@ class SharedCores:
             self._set_num_threads(num_threads)
             self._num_threads = num_threads
 
+    def rest(self) -> None:
+        self._move(True)
+        self._lock(fcntl.F_WRLCK, 0, self._num_threads)
+
+    def others_hurry(self) -> bool:
+        return bool(self._used(0, _HALF))
+
     def leave(self) -> None:
         self._lock(fcntl.F_UNLCK, 0, max(self._num_cores, self._least))
 
@@ -93,9 +125,15 @@ class SharedCores:
         """As the system does for a process that has ended."""
         os.close(self._file)
 
+    def _move(self, can_wait: bool) -> None:
+        if can_wait != self._can_wait:
+            self.leave()
+            self._can_wait = can_wait
+
     def _lock(self, kind: int, begin: int, end: int) -> None:
         """The bytes of so many threads."""
-        self._ask(fcntl.F_OFD_SETLK, kind, self._place + begin, end - begin)
+        place = self._place + (_HALF if self._can_wait else 0)
+        self._ask(fcntl.F_OFD_SETLK, kind, place + begin, end - begin)
 
     def _used(self, begin: int, end: int) -> list[int]:
         """Threads of each other engine that computes, of those with a place in [begin, end). The system names any one lock that

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, Protocol, TypeVar
 
 from triptych.shared.engine.shared_cores import Cores, OwnCores
 
+MAX_PATIENCE_S = 0.1  # chosen
+POLL_S = 0.005  # chosen: of asking whether others still hurry, which takes some microseconds
 LINGER_S = 0.01  # chosen: longer than the event loop takes from one step to the next, in which an engine computes on
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -20,6 +24,11 @@ class EngineCalls(Protocol):
     async def run(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """fn(*args), off the event loop's time. When the caller is cancelled, a call that already runs is waited for before
         CancelledError goes on: whatever it touches may be freed only then."""
+        ...
+
+    async def run_patiently(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """The same, but on a machine whose cores engines share others go first: for as long as the call before took, so that
+        such calls get half of the time at least, and for MAX_PATIENCE_S at most."""
         ...
 
     def close(self) -> None:
@@ -34,31 +43,52 @@ class EngineThread:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
         self.cores: Cores = OwnCores()
         self._num_calls = 0
+        self._patience_s = 0.0
         self._leaving: asyncio.TimerHandle | None = None
 
     async def run(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self._counted(False, functools.partial(fn, *args, **kwargs))
+
+    async def run_patiently(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        await self._give_way(time.monotonic() + min(self._patience_s, MAX_PATIENCE_S))
+        began_s = time.monotonic()
+        try:
+            return await self._counted(True, functools.partial(fn, *args, **kwargs))
+        finally:
+            self._patience_s = time.monotonic() - began_s
+
+    async def _give_way(self, until_s: float) -> None:
+        while (left_s := until_s - time.monotonic()) > 0 and self.cores.others_hurry():
+            if not self._num_calls:
+                self.cores.leave()
+            await asyncio.sleep(min(POLL_S, left_s))
+
+    async def _counted(self, can_wait: bool, call: Callable[[], T]) -> T:
         self._num_calls += 1
         if self._leaving is not None:
             self._leaving.cancel()
             self._leaving = None
         try:
-            return await self._called(fn, *args, **kwargs)
+            return await self._called(can_wait, call)
         finally:
             self._num_calls -= 1
             if not self._num_calls:
                 self._leaving = asyncio.get_running_loop().call_later(LINGER_S, self.cores.leave)
 
-    async def _called(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def _called(self, can_wait: bool, call: Callable[[], T]) -> T:
         def call_with_cores() -> T:
-            self.cores.take()
-            return fn(*args, **kwargs)
+            self.cores.take(can_wait)
+            try:
+                return call()
+            finally:
+                self.cores.rest()
 
-        call = self._executor.submit(call_with_cores)
-        future = asyncio.wrap_future(call)
+        submitted = self._executor.submit(call_with_cores)
+        future = asyncio.wrap_future(submitted)
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
-            if not call.cancel():
+            if not submitted.cancel():
                 await _ended(future)
             raise
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -58,9 +59,20 @@ class Watched:
     def __init__(self) -> None:
         self.seen: list[str | int] = []
         self.has_left = asyncio.Event()
+        self.num_hurried = 0  # how often others will be said to hurry
 
-    def take(self) -> None:
+    def take(self, can_wait: bool = False) -> None:
         self.seen.append(threading.get_ident())
+
+    def take_again(self) -> None:
+        self.take()
+
+    def rest(self) -> None:
+        self.seen.append("rests")
+
+    def others_hurry(self) -> bool:
+        self.num_hurried -= 1
+        return self.num_hurried >= 0
 
     def leave(self) -> None:
         self.seen.append("left")
@@ -72,9 +84,30 @@ async def test_an_engine_holds_its_cores_from_step_to_step_and_leaves_them_once_
     thread.cores = cores
     ident = await thread.run(threading.get_ident)
     await thread.run(lambda: None)
-    assert cores.seen == [ident, ident], "taken where torch counts its threads, and not left between two steps"
+    assert cores.seen == [ident, "rests"] * 2, "taken where torch counts its threads, and not left between two steps"
     await asyncio.wait_for(cores.has_left.wait(), TIMEOUT_S)
-    assert cores.seen == [ident, ident, "left"]
+    assert cores.seen == [ident, "rests"] * 2 + ["left"]
+    thread.close()
+
+
+async def test_a_patient_call_lets_others_be_first_for_as_long_as_the_one_before_took() -> None:
+    thread, cores = EngineThread(), Watched()
+    thread.cores = cores
+    cores.num_hurried = 1_000_000
+    async with asyncio.timeout(TIMEOUT_S):
+        ident = await thread.run_patiently(threading.get_ident)
+        assert cores.seen == [ident, "rests"], "there was none before"
+        await thread.run(lambda: None)
+        await thread.run_patiently(time.sleep, 0.02)
+        assert cores.seen.count("left") <= 1, "it took no time"
+        cores.seen.clear()
+        await thread.run_patiently(lambda: None)
+        assert cores.seen[0] == "left"
+        assert cores.seen[-2:] == [ident, "rests"], "patience ends"
+        await thread.run_patiently(time.sleep, 0.02)
+        cores.num_hurried = 1
+        await thread.run_patiently(lambda: None)
+        assert cores.num_hurried == -1, "until nobody hurries"
     thread.close()
 
 

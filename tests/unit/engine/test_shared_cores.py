@@ -37,6 +37,25 @@ def test_those_that_compute_share_the_cores(tmp_path: Path) -> None:
     assert first.num_threads == [8, 4, 2, 4, 8], "told when it changes"
 
 
+def test_who_can_wait_sees_who_hurries(tmp_path: Path) -> None:
+    first, second = (Engine(tmp_path / "cores", 8) for _ in range(2))
+    first.cores.take(can_wait=True)
+    assert not second.cores.others_hurry()
+    assert second.take() == 1, "who can wait takes cores all the same"
+    assert first.cores.others_hurry()
+    assert not second.cores.others_hurry(), "its own lock is none of another"
+    second.cores.rest()
+    assert not first.cores.others_hurry()
+    first.cores.take_again()
+    assert first.num_threads[-1] == 4, "they are kept for what follows"
+    second.cores.take_again()
+    assert not first.cores.others_hurry(), "going on is as before"
+    second.take()
+    assert first.cores.others_hurry()
+    second.cores.leave()
+    assert not first.cores.others_hurry()
+
+
 def test_the_least_is_had_whoever_else_computes(tmp_path: Path) -> None:
     assert [Engine(tmp_path / "cores", 2, least=least).take() for least in (1, 1, 1, 2)] == [2, 1, 1, 2]
 
