@@ -62,10 +62,12 @@ class HostContext:
     host_memory: Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
     steps_ahead: EmulatedSteps | None
 
-    async def compute(self, call: Callable[[B], list[T]], batch: B, can_wait: bool = False) -> list[T]:
-        """call(batch) as an engine call; what came of each item, results and exceptions. can_wait: see run_patiently."""
-        run = self.thread.run_patiently if can_wait else self.thread.run
-        outcomes = await run(call, batch)
+    async def compute(self, call: Callable[[B], list[T]], batch: B, patience_s: float | None = None) -> list[T]:
+        """call(batch) as an engine call; what came of each item, results and exceptions. patience_s: see run_patiently."""
+        if patience_s is None:
+            outcomes = await self.thread.run(call, batch)
+        else:
+            outcomes = await self.thread.run_patiently(patience_s, call, batch)
         self.health.note(outcomes)
         return outcomes
 

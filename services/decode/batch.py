@@ -20,6 +20,7 @@ from triptych.shared.engine.isolate import as_typed, run_isolated
 from triptych.shared.engine.rate import Rate
 from triptych.shared.engine.role import settle
 from triptych.shared.messages import KvRef
+from triptych.shared.policies.decode_pace import DecodePace
 
 Outcome = list[int] | Exception
 OnOutcome = Callable[[DecodeJob, Outcome], None]
@@ -41,6 +42,7 @@ class DecodeBatch:
         self._running: list[DecodeJob] = []
         self.num_preemptions = 0
         self.rate = Rate()
+        self._pace = DecodePace(context.settings.slo_tbt_s)
 
     @property
     def num_running(self) -> int:
@@ -96,25 +98,29 @@ class DecodeBatch:
             self.leave(job)
 
     async def step(self) -> bool:
-        """One token for every running job, or more; False when none runs."""
+        """One token for every running job that has its turn, or more; False when none runs."""
         self._join()
         await self._reserve()
         self._claim()
-        batch = list(self._running)
-        if not batch:
+        if not self._running:
             return False
+        num_ahead = num_steps_ahead(self._context, self._running)
+        step = self._pace.next_step(self._running, time.monotonic())
+        batch = list(self._running) if num_ahead else step.outputs
         self._enter(batch)
         began_s = time.monotonic()
         try:
-            outcomes = await self._outcomes(batch)
+            outcomes = await self._outcomes(batch, num_ahead, step.patience_s)
         finally:
             self._exit(batch)
+        ended_at_s = time.monotonic()
         num_tokens = sum(1 if isinstance(outcome, Exception) else len(outcome) for outcome in outcomes)
-        self.rate.note(num_tokens, time.monotonic() - began_s)
+        self.rate.note(num_tokens, ended_at_s - began_s)
         for job, outcome in zip(batch, outcomes, strict=True):
             if job.has_left:
                 continue
             job.kv, job.shared, job.is_preempted = None, {}, False  # now in its blocks
+            job.stepped_at_s = ended_at_s
             if isinstance(outcome, Exception):
                 job.chain = None  # whatever is in them is not to be cached
             elif not job.is_kept:
@@ -123,11 +129,12 @@ class DecodeBatch:
             self._on_outcome(job, outcome)
         return True
 
-    async def _outcomes(self, batch: list[DecodeJob]) -> Sequence[Outcome]:
-        ahead, num_steps = self._context.steps_ahead, num_steps_ahead(self._context, batch)
-        if ahead is None or not num_steps:
-            return await self._context.compute(self._compute, batch, can_wait=True)  # for first tokens
-        return await ahead.run([job.sequence for job in batch], num_steps)
+    async def _outcomes(self, batch: list[DecodeJob], num_ahead: int, patience_s: float) -> Sequence[Outcome]:
+        """patience_s: with those who compute first tokens."""
+        ahead = self._context.steps_ahead
+        if ahead is None or not num_ahead:
+            return await self._context.compute(self._compute, batch, patience_s)
+        return await ahead.run([job.sequence for job in batch], num_ahead)
 
     def fail_all(self, error: Exception) -> None:
         """End every job with `error`."""
@@ -199,7 +206,7 @@ class DecodeBatch:
 
     def _compute(self, batch: list[DecodeJob]) -> list[Outcome]:
         """On the engine thread: import the KV of those who joined, then one token for each."""
-        engine = self._context.engine
+        engine, began_s = self._context.engine, time.monotonic()
         outcomes: list[Outcome] = []
         for job in batch:
             try:
@@ -213,6 +220,7 @@ class DecodeBatch:
             if outcome is None:
                 outcome = RuntimeError("the engine gave no token")
             outcomes[i] = outcome if isinstance(outcome, Exception) else [outcome]
+        self._pace.note(len(batch), time.monotonic() - began_s)
         return outcomes
 
     def _import(self, job: DecodeJob) -> None:

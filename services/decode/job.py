@@ -11,7 +11,7 @@ from triptych.shared.engine.api import Sequence
 from triptych.shared.engine.role import LEASE_GRACE_S
 from triptych.shared.messages import DecodeRequest, InstanceId, StageTime
 from triptych.shared.sampling_params import TokenLogprobs
-from triptych.shared.token_bytes import unpack_tokens
+from triptych.shared.token_bytes import BYTES_PER_TOKEN, unpack_tokens
 
 if TYPE_CHECKING:  # only named, never computed with: emulated instances run without torch
     import torch
@@ -26,7 +26,8 @@ class DecodeJob:
 
     joined: set when it runs for the first time. finished: set after its last chunk, or with the error that ends it. While
     is_in_step the engine thread uses its blocks: a job that leaves then is freed when that ends. unsent: output tokens from
-    next_seq on. stays_until_s: it was handed over, nobody took it: it is not handed over again before. Times are monotonic.
+    next_seq on. stepped_at_s: it got its last token, or arrived. stays_until_s: it was handed over, nobody took it: it is not
+    handed over again before. Times are monotonic.
     """
 
     request: DecodeRequest
@@ -44,11 +45,17 @@ class DecodeJob:
     has_left: bool = False
     transfer_s: float = 0.0
     begun_at_s: float | None = None
+    stepped_at_s: float = 0.0
     last_sign_at_s: float = 0.0
     unsent: list[int] = field(default_factory=list)
     unsent_logprobs: list[TokenLogprobs] = field(default_factory=list)
     next_seq: int = 1
     stays_until_s: float = 0.0
+
+    @property
+    def num_made(self) -> int:
+        """Tokens that were added here."""
+        return self.sequence.num_output_tokens - len(self.request.output) // BYTES_PER_TOKEN
 
     def num_left(self, max_model_len: int) -> int:
         """Tokens that its output may still get."""
@@ -85,4 +92,6 @@ def new_job(request: DecodeRequest, chain: BlockChain | None, now_s: float) -> D
         prompt_token_set=request.prompt_token_set,
     )
     joined, finished = loop.create_future(), loop.create_future()
-    return DecodeJob(request, sequence, now_s, joined, finished, chain, last_sign_at_s=now_s, next_seq=len(output))
+    return DecodeJob(
+        request, sequence, now_s, joined, finished, chain, stepped_at_s=now_s, last_sign_at_s=now_s, next_seq=len(output)
+    )

@@ -54,7 +54,7 @@ class EmulatedCalls:
             finally:
                 await self._end(began_s + self._spent_s)
 
-    async def run_patiently(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    async def run_patiently(self, patience_s: float, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         return await self.run(fn, *args, **kwargs)
 
     async def run_steps(self, steps_s: Iterable[float]) -> int:

@@ -11,7 +11,6 @@ from typing import ParamSpec, Protocol, TypeVar
 
 from triptych.shared.engine.shared_cores import Cores, OwnCores
 
-MAX_PATIENCE_S = 0.1  # chosen
 POLL_S = 0.005  # chosen: of asking whether others still hurry, which takes some microseconds
 LINGER_S = 0.01  # chosen: longer than the event loop takes from one step to the next, in which an engine computes on
 P = ParamSpec("P")
@@ -26,9 +25,8 @@ class EngineCalls(Protocol):
         CancelledError goes on: whatever it touches may be freed only then."""
         ...
 
-    async def run_patiently(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """The same, but on a machine whose cores engines share others go first: for as long as the call before took, so that
-        such calls get half of the time at least, and for MAX_PATIENCE_S at most."""
+    async def run_patiently(self, patience_s: float, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """The same, but on a machine whose cores engines share others go first, for patience_s at most."""
         ...
 
     def close(self) -> None:
@@ -43,19 +41,14 @@ class EngineThread:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
         self.cores: Cores = OwnCores()
         self._num_calls = 0
-        self._patience_s = 0.0
         self._leaving: asyncio.TimerHandle | None = None
 
     async def run(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         return await self._counted(False, functools.partial(fn, *args, **kwargs))
 
-    async def run_patiently(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        await self._give_way(time.monotonic() + min(self._patience_s, MAX_PATIENCE_S))
-        began_s = time.monotonic()
-        try:
-            return await self._counted(True, functools.partial(fn, *args, **kwargs))
-        finally:
-            self._patience_s = time.monotonic() - began_s
+    async def run_patiently(self, patience_s: float, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        await self._give_way(time.monotonic() + patience_s)
+        return await self._counted(True, functools.partial(fn, *args, **kwargs))
 
     async def _give_way(self, until_s: float) -> None:
         while (left_s := until_s - time.monotonic()) > 0 and self.cores.others_hurry():

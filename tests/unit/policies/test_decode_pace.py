@@ -1,0 +1,123 @@
+"""Who gets a token in a decode step, and how long the step waits for others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from triptych.shared.policies.decode_pace import (
+    FIXED_COST,
+    LOST_S,
+    MARGIN,
+    MAX_PATIENCE_S,
+    MAX_SKIPPED_S,
+    UNTARGETED_PATIENCE_S,
+    DecodePace,
+)
+
+TBT_S = 0.1
+UNIT_S = 0.004  # of a step, for each output and for what a step costs at all
+
+
+@dataclass(slots=True, eq=False)
+class Output:
+    arrived_at_s: float
+    num_made: int = 0
+    stepped_at_s: float = 0.0
+    ended_at_s: float = 0.0
+
+    @property
+    def mean_tbt_s(self) -> float:
+        return (self.ended_at_s - self.arrived_at_s) / self.num_made
+
+
+def step_s(num_outputs: int) -> float:
+    return UNIT_S * (FIXED_COST + num_outputs)
+
+
+def paced(tbt_s: float = TBT_S, num_outputs: int = 4) -> DecodePace:
+    pace = DecodePace(tbt_s)
+    pace.note(num_outputs, step_s(num_outputs))
+    return pace
+
+
+def decoded(pace: DecodePace, outputs: list[Output], num_tokens: int) -> list[float]:
+    """All to their end: the longest time that each was without a token."""
+    now_s, gaps_s = 0.0, dict.fromkeys(outputs, 0.0)
+    running = list(outputs)
+    while running:
+        step = pace.next_step(running, now_s)
+        spent_s = step_s(len(step.outputs))
+        pace.note(len(step.outputs), spent_s)
+        now_s += spent_s
+        for output in step.outputs:
+            gaps_s[output] = max(gaps_s[output], now_s - output.stepped_at_s)
+            output.num_made += 1
+            output.stepped_at_s = output.ended_at_s = now_s
+        running = [output for output in running if output.num_made < num_tokens]
+    return list(gaps_s.values())
+
+
+def test_without_a_target_all_go_and_steps_get_half_of_the_time() -> None:
+    pace, outputs = DecodePace(0.0), [Output(0.0), Output(0.0)]
+    assert pace.next_step(outputs, 1.0).patience_s == 0, "nothing was measured"
+    pace.note(2, 0.03)
+    step = pace.next_step(outputs, 1.0)
+    assert (step.outputs, step.patience_s) == (outputs, 0.03)
+    pace.note(2, 3.0)
+    assert pace.next_step(outputs, 1.0).patience_s == UNTARGETED_PATIENCE_S
+
+
+def test_outputs_that_are_ahead_can_spare_it() -> None:
+    outputs = [Output(0.0, num_made=10), Output(0.0, num_made=9)]
+    spare_s = 10 * MARGIN * TBT_S - 0.7 - step_s(2)
+    step = paced().next_step(outputs, 0.7)
+    assert step.outputs == outputs
+    assert abs(step.patience_s - spare_s) < 1e-9, "what the one that is least ahead can"
+    assert paced().next_step(outputs, 0.0).patience_s == MAX_PATIENCE_S
+
+
+def test_who_is_late_waits_for_nobody() -> None:
+    assert paced().next_step([Output(0.0, num_made=10), Output(0.0, num_made=5)], 0.7).patience_s == 0
+
+
+def test_of_too_many_the_older_ones_stay_in_time() -> None:
+    outputs = [Output(0.0) for _ in range(30)]
+    assert step_s(len(outputs)) > TBT_S, "all at once would all be late"
+    gaps_s = decoded(paced(), outputs, 60)
+    in_time = [output.mean_tbt_s <= TBT_S for output in outputs]
+    assert in_time == sorted(in_time, reverse=True)
+    assert sum(in_time) >= 0.45 * len(outputs)
+    assert max(gaps_s) <= MAX_SKIPPED_S + 2 * step_s(len(outputs)), "and nobody stands still"
+
+
+def test_as_many_as_can_be_in_time_all_are() -> None:
+    outputs = [Output(0.0) for _ in range(14)]
+    decoded(paced(), outputs, 60)
+    assert all(output.mean_tbt_s <= TBT_S for output in outputs)
+
+
+def test_who_will_be_late_anyway_holds_up_nobody() -> None:
+    outputs = [Output(-LOST_S - 2 * TBT_S), Output(0.0, num_made=5)]
+    step = paced().next_step(outputs, 0.1)
+    assert step.outputs == outputs, "there is time for both"
+    assert step.patience_s > 0
+    assert paced().next_step(outputs[:1], 0.1).patience_s == min(step_s(4), UNTARGETED_PATIENCE_S), "as without a target"
+
+
+@given(
+    st.lists(st.builds(Output, st.floats(0, 10), st.integers(0, 100), st.floats(0, 10)), min_size=1, max_size=40),
+    st.floats(10, 20),
+    st.floats(0.001, 1),
+    st.floats(0.001, 3),
+)
+def test_somebody_always_goes_and_no_wait_is_long(outputs: list[Output], now_s: float, tbt_s: float, spent_s: float) -> None:
+    pace = DecodePace(tbt_s)
+    pace.note(len(outputs), spent_s)
+    step = pace.next_step(outputs, now_s)
+    assert step.outputs
+    assert len(set(map(id, step.outputs))) == len(step.outputs)
+    assert all(output in outputs for output in step.outputs)
+    assert 0 <= step.patience_s <= MAX_PATIENCE_S
