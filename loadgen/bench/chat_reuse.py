@@ -1,10 +1,15 @@
 """The requests of bench cluster: `workloads/chat-reuse` at any rate, what each is to a cache, and the figures of each kind.
 
-What is known is told by the requests themselves - which conversation, which pictures - and not by the servers.
+A request goes by the pictures of its conversation so far, its own included. `text`: there are none. `known_pictures`: all had
+been answered about when it was sent - for each, the first token of a request that brought it was there - at both sides.
+`new_pictures`: one had not, at one side or both: whoever asks about a picture while its first encode goes on waits for that,
+too. So which requests are known is told by both replays, and is the same for both.
 """
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -13,11 +18,11 @@ from triptych.loadgen.replay.conditions import Conditions
 from triptych.loadgen.replay.outcome import RequestOutcome
 from triptych.loadgen.report.schema import ClassFigures, Distribution
 from triptych.loadgen.report.tally import Tally
-from triptych.loadgen.synth.rows import workload_rows
 from triptych.loadgen.synth.scaling import Wishes, as_wished
 from triptych.loadgen.synth.workload import load_workload
+from triptych.loadgen.traces.open import workload_trace
 from triptych.loadgen.traces.row import TraceRow
-from triptych.loadgen.traces.shaping import sped_up
+from triptych.loadgen.traces.trace import Trace, TraceOptions
 
 WORKLOAD = "chat-reuse"
 ALL, TEXT, KNOWN, NEW = "all", "text", "known_pictures", "new_pictures"
@@ -28,23 +33,54 @@ HASTE = 4.0
 MAX_IMAGES = 2  # of a prompt, in this workload
 
 
-def rows_at(rate_per_s: float, duration_s: float, seed: int) -> list[TraceRow]:
-    """rate_per_s: of requests, once as many conversations end as begin."""
+def chat_trace(rate_per_s: float, duration_s: float, seed: int) -> Trace:
+    """rate_per_s: of requests, once as many conversations end as begin. Each is of a conversation, each picture has a name."""
     wishes = Wishes(duration_s=duration_s * HASTE, rate_per_s=rate_per_s / HASTE, seed=seed)
-    return list(sped_up(workload_rows(as_wished(load_workload(WORKLOAD), wishes)), HASTE))
+    return workload_trace(WORKLOAD, as_wished(load_workload(WORKLOAD), wishes), TraceOptions(speed_up=HASTE))
 
 
-def kinds_of(rows: Iterable[TraceRow]) -> Iterator[str]:
-    """Of a server that has seen none of them: by the pictures of the whole conversation."""
-    seen: set[int] = set()
-    with_pictures: set[str | None] = set()
+def first_shown(rows: Iterable[TraceRow]) -> Iterator[TraceRow]:
+    """Those with a picture that none before has: they are new, whatever a server does."""
+    shown: set[int] = set()
     for row in rows:
-        if row.num_images:
-            with_pictures.add(row.session)
-            yield KNOWN if seen.issuperset(row.image_ids) else NEW
-            seen.update(row.image_ids)
-        else:
-            yield KNOWN if row.session in with_pictures else TEXT
+        if not shown.issuperset(row.image_ids):
+            yield row
+        shown.update(row.image_ids)
+
+
+def kinds_of(rows: Sequence[TraceRow], replays: Sequence[Iterable[RequestOutcome]]) -> list[str]:
+    """By the index of a request. replays: one at each side, of all rows, warm-up included, whose caches had seen none of them.
+    A request that failed has answered about nothing."""
+    pictures = _pictures_so_far(rows)
+    known = set.intersection(*(set(_known(rows, pictures, list(outcomes))) for outcomes in replays))
+    return [TEXT if not shown else KNOWN if index in known else NEW for index, shown in enumerate(pictures)]
+
+
+def kinds_of_repeats(kinds: Iterable[str]) -> list[str]:
+    """When the same is sent again to caches that have seen all of it."""
+    return [TEXT if kind == TEXT else KNOWN for kind in kinds]
+
+
+def _pictures_so_far(rows: Iterable[TraceRow]) -> list[frozenset[int]]:
+    """Of the conversation, up to each row."""
+    pictures: dict[str | None, frozenset[int]] = defaultdict(frozenset)
+    so_far = []
+    for row in rows:
+        pictures[row.session] |= set(row.image_ids)
+        so_far.append(pictures[row.session])
+    return so_far
+
+
+def _known(rows: Sequence[TraceRow], pictures: Sequence[frozenset[int]], outcomes: Sequence[RequestOutcome]) -> Iterator[int]:
+    """Indices of requests all of whose pictures had been answered about when they were sent, of one replay."""
+    answered_s: dict[int, float] = defaultdict(lambda: math.inf)  # by picture
+    for outcome in outcomes:
+        if outcome.error is None and outcome.first_token_s is not None:
+            for picture in rows[outcome.index].image_ids:
+                answered_s[picture] = min(answered_s[picture], outcome.first_token_s)
+    for outcome in outcomes:
+        if all(answered_s[picture] < outcome.sent_s for picture in pictures[outcome.index]):
+            yield outcome.index
 
 
 def figures_by_kind(

@@ -1,8 +1,13 @@
 """Bench cluster: ours beside `vllm serve` on the same cores, under `workloads/chat-reuse` at rates up to one past vLLM's knee.
 
-Both take turns, at each rate with contents that no cache has seen, and then with the same again, when all are known. SLOs are
-five times what requests take alone at vLLM. vLLM takes a minute to start, so it stays, idle, while ours is measured, and costs
-us 2 % of a core; ours is not there while vLLM is measured, which its heartbeats would cost 9 % (measured).
+Both take turns, at each rate with contents that no cache has seen, and then with the same again, when all are known; which of
+them are known the first time is told by the replays of both (chat_reuse.py).
+
+SLOs are five times what requests take alone at vLLM. Ours is told the smallest one of the time between tokens, as an operator
+would tell it: vLLM has no such option. It is told none of first tokens: it would refuse requests that are late.
+
+vLLM takes a minute to start, so it stays, idle, while ours is measured, and costs us 2 % of a core; ours is not there while
+vLLM is measured, which its heartbeats would cost 9 % (measured).
 """
 
 from __future__ import annotations
@@ -10,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,27 +30,28 @@ from triptych.loadgen.bench.chat_reuse import (
     NEW,
     TEXT,
     WORKLOAD,
+    chat_trace,
     figures_by_kind,
+    first_shown,
     flat,
     kinds_of,
-    rows_at,
+    kinds_of_repeats,
 )
 from triptych.loadgen.bench.measured_cluster import REQUEST_TIMEOUT_S, measured_cluster
 from triptych.loadgen.bench.report import Bar, Report
 from triptych.loadgen.bench.runner import BenchFailed, Plan, machine
 from triptych.loadgen.bench.service_counters import heartbeats, service_counters
 from triptych.loadgen.bench.vllm_server import VllmServerOptions, vllm_server
-from triptych.loadgen.replay.conditions import OUTCOMES_FILE
+from triptych.loadgen.replay.conditions import OUTCOMES_FILE, Conditions
 from triptych.loadgen.replay.exchange import client_session
 from triptych.loadgen.replay.open_loop import SendOptions
 from triptych.loadgen.replay.options import ReplayOptions
+from triptych.loadgen.replay.outcome import RequestOutcome
 from triptych.loadgen.replay.prepare import prepare
 from triptych.loadgen.replay.run import replay
 from triptych.loadgen.replay.slo import CLASSES, Isolated, parse_slos
 from triptych.loadgen.report.results import OutcomesReader
 from triptych.loadgen.report.schema import ClassFigures
-from triptych.loadgen.traces.row import TraceRow
-from triptych.loadgen.traces.trace import MalformedRows, Trace
 from triptych.shared.console import progress_console
 from triptych.shared.machine import num_cores
 
@@ -105,6 +111,14 @@ class _Server:
             return await service_counters(http, self.urls, self.prefix)
 
 
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What a replay came to: of every request, warm-up included."""
+
+    outcomes: Sequence[RequestOutcome]
+    conditions: Conditions
+
+
 async def bench_cluster(options: ClusterOptions, plan: Plan) -> Report:
     """Raises BenchFailed, ClusterFailed: something didn't start, or a replay did not come to its end."""
     with tempfile.TemporaryDirectory() as folder:
@@ -118,7 +132,7 @@ async def bench_cluster(options: ClusterOptions, plan: Plan) -> Report:
         "isolated_tbt_s": {name: isolated.tbt_s for name, isolated in bench.isolated.items()},
         "knee_per_s": bench.knee_per_s,
         "kv_cache_bytes": KV_CACHE_BYTES,
-        "ours": " ".join(_words(OUR_OPTIONS)),
+        "ours": " ".join(_words(our_options(bench.isolated))),
         "versions": bench.versions,
         "counters": bench.counters,
         "quick": plan.is_quick,
@@ -149,9 +163,12 @@ class _ClusterBench:
             await self._measure_isolated(theirs)
             for number, rate in enumerate(self.options.rates_per_s or self.scale.rates_per_s):
                 seed = telling_seed(rate, self.scale, first=1 + number * SEEDS_APART)
+                replays: dict[tuple[str, str], Replayed] = {}
                 for side in (THEIRS, OURS) if number % 2 else (OURS, THEIRS):
                     async with self._ours() if side == OURS else contextlib.nullcontext(theirs) as server:
-                        await self._measure(server, rate, seed)
+                        for name in (COLD, WARM):
+                            replays[name, side] = await self._replay(server, name, rate, seed)
+                self._take_in(replays, rate, seed)
                 if self.options.rates_per_s:
                     continue
                 if self._is_too_much(rate):
@@ -169,37 +186,34 @@ class _ClusterBench:
     async def _measure_isolated(self, theirs: _Server) -> None:
         """Of requests of all sizes, by class."""
         options = self._replay_options(theirs, SendOptions(seed=ISOLATED_SEED))
-        trace = _trace(rows_at(1.0, ISOLATED_SPAN_S, ISOLATED_SEED))
+        trace = chat_trace(1.0, ISOLATED_SPAN_S, ISOLATED_SEED)
         async with client_session({}, REQUEST_TIMEOUT_S) as http:
             self.isolated = (await prepare(http, trace, options, self._tell)).isolated
-        if len(self.isolated) < len(CLASSES):
+        if len(self.isolated) < len(CLASSES) or any(alone.tbt_s is None for alone in self.isolated.values()):
             raise BenchFailed("what requests take alone could not be measured")
 
     def _is_too_much(self, rate: float) -> bool:
         slo = self.found[COLD, rate, THEIRS][ALL].slo_own_scaled
         return slo is None or slo.met < KNEE_ATTAINMENT
 
-    async def _measure(self, server: _Server, rate: float, seed: int) -> None:
-        side = server.side
-        for name in (COLD, WARM):
-            self._tell(f"{side}: {rate:.2f} requests/s, {name} cache ...")
-            before = await server.counters()
-            figures = await self._replay(server, rate, self.scale.duration_s, seed, is_warm=name == WARM)
-            self.found[name, rate, side] = figures
-            self.counters[f"{side} {rate:.2f}/s {name}"] = await server.counters() - before
-
-    async def _replay(
-        self, server: _Server, rate: float, duration_s: float, seed: int, is_warm: bool = False
-    ) -> dict[str, ClassFigures]:
-        rows = rows_at(rate, duration_s, seed)
-        kinds = [KNOWN if is_warm and kind == NEW else kind for kind in kinds_of(rows)]
-        warm_up_s = min(self.scale.warm_up_s, duration_s / 3)
-        options = self._replay_options(server, SendOptions(seed=seed, warm_up_s=warm_up_s))
-        conditions = await replay(_trace(rows), options, self.console)
+    async def _replay(self, server: _Server, name: str, rate: float, seed: int) -> Replayed:
+        self._tell(f"{server.side}: {rate:.2f} requests/s, {name} cache ...")
+        before = await server.counters()
+        options = self._replay_options(server, SendOptions(seed=seed, warm_up_s=self.scale.warm_up_s))
+        conditions = await replay(chat_trace(rate, self.scale.duration_s, seed), options, self.console)
         if conditions.ended != "complete":
             raise BenchFailed(f"a replay did not come to its end: {conditions.message}")
+        self.counters[f"{server.side} {rate:.2f}/s {name}"] = await server.counters() - before
         self.versions[server.side] = conditions.versions["server"]
-        return figures_by_kind(OutcomesReader(self.folder / OUTCOMES_FILE), kinds, conditions)
+        return Replayed(list(OutcomesReader(self.folder / OUTCOMES_FILE)), conditions)
+
+    def _take_in(self, replays: Mapping[tuple[str, str], Replayed], rate: float, seed: int) -> None:
+        """replays: all of a rate, by pass and side."""
+        rows = list(chat_trace(rate, self.scale.duration_s, seed))
+        cold = kinds_of(rows, [replayed.outcomes for (name, _), replayed in replays.items() if name == COLD])
+        kinds = {COLD: cold, WARM: kinds_of_repeats(cold)}
+        for (name, side), replayed in replays.items():
+            self.found[name, rate, side] = figures_by_kind(replayed.outcomes, kinds[name], replayed.conditions)
 
     def _replay_options(self, server: _Server, send: SendOptions) -> ReplayOptions:
         return ReplayOptions(
@@ -213,7 +227,7 @@ class _ClusterBench:
 
     @contextlib.asynccontextmanager
     async def _ours(self) -> AsyncIterator[_Server]:
-        async with measured_cluster(self.options.model, _words(OUR_OPTIONS)) as (info, _):
+        async with measured_cluster(self.options.model, _words(our_options(self.isolated))) as (info, _):
             urls = [beat.http_url for beat in await heartbeats(str(info["nats_url"])) if beat.http_url]
             yield _Server(OURS, str(info["url"]).rstrip("/"), urls, "triptych_")
 
@@ -230,18 +244,20 @@ class _ClusterBench:
 
 
 def telling_seed(rate: float, scale: Scale, first: int) -> int:
-    """The first one with which there are enough requests with new pictures; the first of all, in a replay too short for any."""
+    """The first one with which there are enough requests with new pictures, whatever the servers do; the first of all, in a
+    replay too short for any."""
 
     def num_new(seed: int) -> int:
-        rows = rows_at(rate, scale.duration_s, seed)
-        kinds = zip(rows, kinds_of(rows), strict=True)
-        return sum(kind == NEW and row.arrival_s >= scale.warm_up_s for row, kind in kinds)
+        rows = first_shown(chat_trace(rate, scale.duration_s, seed))
+        return sum(row.arrival_s >= scale.warm_up_s for row in rows)
 
     return next((seed for seed in range(first, first + SEEDS_APART) if num_new(seed) >= MIN_NEW), first)
 
 
-def _trace(rows: Iterable[TraceRow]) -> Trace:
-    return Trace(WORKLOAD, "workload", iter(rows), MalformedRows())
+def our_options(isolated: Mapping[str, Isolated]) -> dict[str, object]:
+    """Of `triptych up`. The limit is that of a class's median request, the smallest one: a server is told one for all."""
+    tbts_s = [alone.tbt_s for alone in isolated.values() if alone.tbt_s is not None]
+    return OUR_OPTIONS | {"--slo-tbt-s": round(SLO_FACTOR * min(tbts_s), 4)}
 
 
 def _words(options: Mapping[str, object]) -> list[str]:

@@ -30,10 +30,9 @@ from triptych.loadgen.replay.outcome import RequestOutcome
 from triptych.loadgen.replay.run import replay
 from triptych.loadgen.replay.slo import CLASSES, Isolated, parse_slos
 from triptych.loadgen.report.results import OutcomesReader, make_report
-from triptych.loadgen.synth.rows import workload_rows
 from triptych.loadgen.synth.workload import load_workload
-from triptych.loadgen.traces.shaping import shaped
-from triptych.loadgen.traces.trace import MalformedRows, Shaping, Trace, TraceOptions
+from triptych.loadgen.traces.open import workload_trace
+from triptych.loadgen.traces.trace import Trace, TraceOptions
 from triptych.shared.policies.policy_set import policy_set
 from triptych.shared.policies.queueing import fcfs
 
@@ -226,8 +225,7 @@ class PolicyBench:
             max_images=MAX_IMAGES,
             seed=seed,
         )
-        rows, shaping = workload_rows(msgspec.structs.replace(load_workload(workload), seed=seed)), Shaping()
-        return Trace(workload, "workload", shaped(rows, options, shaping), MalformedRows(), shaping=shaping)
+        return workload_trace(workload, msgspec.structs.replace(load_workload(workload), seed=seed), options)
 
     def _replay_options(self, url: str, out: Path, seed: int) -> ReplayOptions:
         return ReplayOptions(

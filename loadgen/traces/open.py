@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from triptych.loadgen.synth.rows import workload_rows
-from triptych.loadgen.synth.workload import SUFFIX, load_workload, workload_names
+from triptych.loadgen.synth.workload import SUFFIX, Workload, load_workload, workload_names
 from triptych.loadgen.traces.detect import detect
 from triptych.loadgen.traces.reader import from_zero, in_time_order, numbered_lines, parsed
 from triptych.loadgen.traces.row import TraceRow
@@ -25,15 +25,20 @@ def open_trace(path_or_name: str | Path, options: TraceOptions | None = None) ->
     """The trace, shaped by the options; only its beginning is read now. Raises TraceError, whose text is for the user."""
     options = options or TraceOptions()
     path, name = Path(path_or_name), str(path_or_name)
-    shaping = Shaping()
     if path.suffix == SUFFIX or (name in workload_names() and not path.is_file()):
-        rows = shaped(workload_rows(load_workload(path_or_name)), options, shaping)
-        return Trace(name, "workload", rows, MalformedRows(), shaping=shaping)
+        return workload_trace(name, load_workload(path_or_name), options)
     trace = _open_file(path, options)
     first = next(trace, None)
     if first is None:
         raise TraceError(f"{path.name}: {trace.form} without a row that can be used{_malformed(trace.malformed)}")
+    shaping = Shaping()
     return replace(trace, rows=shaped(chain((first,), trace.rows), options, shaping), shaping=shaping)
+
+
+def workload_trace(name: str, workload: Workload, options: TraceOptions) -> Trace:
+    """The trace that a workload makes, which may be none that has a file. name: to be shown."""
+    shaping = Shaping()
+    return Trace(name, "workload", shaped(workload_rows(workload), options, shaping), MalformedRows(), shaping=shaping)
 
 
 def _open_file(path: Path, options: TraceOptions) -> Trace:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -14,12 +15,27 @@ from triptych.loadgen.bench.chat_reuse import (
     MAX_IMAGES,
     NEW,
     TEXT,
+    chat_trace,
     figures_by_kind,
+    first_shown,
     flat,
     kinds_of,
-    rows_at,
+    kinds_of_repeats,
 )
-from triptych.loadgen.bench.cluster import COLD, FULL, MAX_RATIO, MIN_NEW, OURS, THEIRS, WARM, Found, Scale, _bars, telling_seed
+from triptych.loadgen.bench.cluster import (
+    COLD,
+    FULL,
+    MAX_RATIO,
+    MIN_NEW,
+    OURS,
+    THEIRS,
+    WARM,
+    Found,
+    Scale,
+    _bars,
+    our_options,
+    telling_seed,
+)
 from triptych.loadgen.bench.measured_cluster import REQUEST_TIMEOUT_S
 from triptych.loadgen.replay.conditions import Conditions
 from triptych.loadgen.replay.outcome import RequestOutcome
@@ -31,35 +47,83 @@ ISOLATED = Isolated(8, 0.1, LatencyLine(0.0, 0.001), 0.01, LatencyLine(0.01, 0.0
 CONDITIONS = Conditions("", "", "real", {}, "", "", "", 0, {}, slos=parse_slos(["ttft=5x,tbt=5x"]), isolated={"text": ISOLATED})
 
 
-def test_what_is_known_is_told_by_conversations_and_pictures() -> None:
+def asks(session: str, *pictures: int, turn: int = 0) -> TraceRow:
+    return TraceRow(0, 9, 9, num_images=len(pictures), image_ids=pictures, session=session, turn=turn)
+
+
+def test_what_is_known_goes_by_the_pictures_of_the_conversation() -> None:
+    """Sent one a second, answered in half of one."""
     rows = [
-        TraceRow(0, 9, 9, session="a"),
-        TraceRow(1, 9, 9, num_images=2, image_ids=(1, 2), session="b"),
-        TraceRow(2, 9, 9, session="b", turn=1),
-        TraceRow(3, 9, 9, num_images=1, image_ids=(2,), session="c"),
-        TraceRow(4, 9, 9, num_images=2, image_ids=(2, 3), session="d"),
-        TraceRow(5, 9, 9, session="a", turn=1),
-        TraceRow(6, 9, 9, session="c", turn=1),
+        asks("a"),
+        asks("b", 1, 2),
+        asks("b", turn=1),
+        asks("c", 2),
+        asks("d", 2, 3),
+        asks("a", turn=1),
+        asks("c", turn=1),
+        asks("c", 4, turn=2),
+        asks("c", turn=3),
     ]
-    assert list(kinds_of(rows)) == [TEXT, NEW, KNOWN, KNOWN, NEW, TEXT, KNOWN]
+    outcomes = [outcome(index, 0.5) for index in range(len(rows))]
+    assert kinds_of(rows, [outcomes, outcomes]) == [TEXT, NEW, KNOWN, KNOWN, NEW, TEXT, KNOWN, NEW, KNOWN]
+    assert list(first_shown(rows)) == [rows[1], rows[4], rows[7]]
+
+
+def test_a_picture_is_known_once_both_sides_have_answered_about_it() -> None:
+    """The second one who asks about it comes before the first token at one side only; the third one after it at both."""
+    rows = [asks("a", 1), asks("b", 1), asks("c", 1)]
+    quick, slow = ([outcome(0, first_s), outcome(1, 0.5), outcome(2, 0.5)] for first_s in (0.5, 1.9))
+    assert kinds_of(rows, [quick, quick]) == [NEW, KNOWN, KNOWN]
+    assert kinds_of(rows, [quick, slow]) == kinds_of(rows, [slow, quick]) == [NEW, NEW, KNOWN]
+    assert kinds_of(rows, [[quick[0], replace(quick[1], sent_s=2.5), quick[2]], slow]) == [NEW, NEW, KNOWN]
+    late = replace(slow[1], sent_s=2.5)
+    assert kinds_of(rows, [[slow[0], late, slow[2]], quick]) == [NEW, KNOWN, KNOWN], "by when it was sent, not scheduled"
+
+
+def test_the_answer_that_came_first_makes_a_picture_known() -> None:
+    """Outcomes are in the order in which requests ended, and warm-up ones count."""
+    rows = [asks("a", 1), asks("b", 1), asks("c", 1), asks("c", turn=1)]
+    outcomes = [outcome(2, 0.5), outcome(3, 0.5), outcome(1, 0.5, is_warm_up=True), outcome(0, 9.0)]
+    assert kinds_of(rows, [outcomes, outcomes]) == [NEW, NEW, KNOWN, KNOWN]
+
+
+def test_a_failed_request_makes_nothing_known() -> None:
+    rows = [asks("a", 1), asks("a", turn=1), asks("b", 1), asks("b", turn=1)]
+    well = [outcome(index, 0.5) for index in range(len(rows))]
+    broken = replace(well[0], error="broken_stream")  # after its first token
+    for failed in (outcome(0, 0.5, error="http_503"), broken):
+        assert kinds_of(rows, [well, [failed, *well[1:]]]) == [NEW, NEW, NEW, KNOWN]
+    assert kinds_of(rows, [well, well]) == [NEW, KNOWN, KNOWN, KNOWN]
+
+
+def test_all_is_known_when_it_is_sent_again() -> None:
+    assert kinds_of_repeats([TEXT, NEW, KNOWN]) == [TEXT, KNOWN, KNOWN]
+
+
+def test_ours_is_told_the_smallest_limit_between_tokens_and_none_of_first_tokens() -> None:
+    options = our_options({"text": replace(ISOLATED, tbt_s=0.03), "image": replace(ISOLATED, tbt_s=0.02)})
+    assert options["--slo-tbt-s"] == pytest.approx(0.1)
+    assert not any("slo-ttft" in name for name in options)
 
 
 @pytest.mark.parametrize("rate", [1.0, 4.0])
 def test_rows_come_at_the_rate(rate: float) -> None:
-    rows = rows_at(rate, 600.0, seed=1)
+    rows = list(chat_trace(rate, 600.0, seed=1))
     steady = [row for row in rows if row.arrival_s > 100 / HASTE]
     assert len(steady) / (600 - 100 / HASTE) == pytest.approx(rate, rel=0.25)  # long conversations end early
     assert rows[-1].arrival_s < 600
     assert max(row.num_images for row in rows) == MAX_IMAGES
-    kinds = list(kinds_of(rows))
-    assert {kind: kinds.count(kind) > 0 for kind in KINDS} == dict.fromkeys(KINDS, True)
+    assert all(row.session and len(row.image_ids) == row.num_images for row in rows)
+    at_once = [
+        replace(outcome(index, 0.0), sent_s=row.arrival_s, first_token_s=row.arrival_s) for index, row in enumerate(rows)
+    ]
+    assert set(kinds_of(rows, [at_once])) == set(KINDS)
 
 
 def test_a_replay_has_enough_requests_with_new_pictures() -> None:
     seed = telling_seed(1.0, FULL, first=1)
-    rows = rows_at(1.0, FULL.duration_s, seed)
-    late = [kind for row, kind in zip(rows, kinds_of(rows), strict=True) if row.arrival_s >= FULL.warm_up_s]
-    assert late.count(NEW) >= MIN_NEW
+    rows = first_shown(chat_trace(1.0, FULL.duration_s, seed))
+    assert sum(row.arrival_s >= FULL.warm_up_s for row in rows) >= MIN_NEW
     assert telling_seed(1.0, Scale(0.5, 0.1, (1.0,)), first=7) == 7, "too short for any"
 
 
