@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -30,10 +31,12 @@ from triptych.loadgen.bench.cluster import (
     OURS,
     THEIRS,
     WARM,
+    ClusterOptions,
     Found,
+    Replayed,
     Scale,
     _bars,
-    our_options,
+    _ClusterBench,
     telling_seed,
 )
 from triptych.loadgen.bench.measured_cluster import REQUEST_TIMEOUT_S
@@ -75,7 +78,6 @@ def test_a_picture_is_known_once_both_sides_have_answered_about_it() -> None:
     quick, slow = ([outcome(0, first_s), outcome(1, 0.5), outcome(2, 0.5)] for first_s in (0.5, 1.9))
     assert kinds_of(rows, [quick, quick]) == [NEW, KNOWN, KNOWN]
     assert kinds_of(rows, [quick, slow]) == kinds_of(rows, [slow, quick]) == [NEW, NEW, KNOWN]
-    assert kinds_of(rows, [[quick[0], replace(quick[1], sent_s=2.5), quick[2]], slow]) == [NEW, NEW, KNOWN]
     late = replace(slow[1], sent_s=2.5)
     assert kinds_of(rows, [[slow[0], late, slow[2]], quick]) == [NEW, KNOWN, KNOWN], "by when it was sent, not scheduled"
 
@@ -96,14 +98,28 @@ def test_a_failed_request_makes_nothing_known() -> None:
     assert kinds_of(rows, [well, well]) == [NEW, KNOWN, KNOWN, KNOWN]
 
 
+def test_both_sides_figures_are_of_the_same_requests(tmp_path: Path) -> None:
+    """What is known is told by the cold replays alone, however slow the warm ones are."""
+    bench = _ClusterBench(ClusterOptions(Path(), Path()), Scale(60.0, 0.0, ()), tmp_path)
+    rows = list(chat_trace(1.0, bench.scale.duration_s, seed=1))
+    at_once = [outcome_of(row, index, first_token_s=row.arrival_s) for index, row in enumerate(rows)]
+    slowly = [outcome_of(row, index, first_token_s=row.arrival_s + 5) for index, row in enumerate(rows)]
+    at_the_end = [outcome_of(row, index, first_token_s=60.0) for index, row in enumerate(rows)]
+    replays = {(COLD, OURS): at_once, (COLD, THEIRS): slowly, (WARM, OURS): at_the_end, (WARM, THEIRS): at_once}
+    bench._take_in({key: Replayed(outcomes, CONDITIONS) for key, outcomes in replays.items()}, 1.0, seed=1)
+    counts = {
+        (name, side): {kind: found.num_requests for kind, found in figures.items()}
+        for (name, _, side), figures in bench.found.items()
+    }
+    assert counts[COLD, OURS] == counts[COLD, THEIRS]
+    assert list(counts[COLD, OURS]) == [ALL, *KINDS]
+    assert counts[COLD, OURS][NEW] == kinds_of(rows, [slowly]).count(NEW) > kinds_of(rows, [at_once]).count(NEW)
+    assert counts[WARM, OURS] == counts[WARM, THEIRS]
+    assert list(counts[WARM, OURS]) == [ALL, TEXT, KNOWN]
+
+
 def test_all_is_known_when_it_is_sent_again() -> None:
     assert kinds_of_repeats([TEXT, NEW, KNOWN]) == [TEXT, KNOWN, KNOWN]
-
-
-def test_ours_is_told_the_smallest_limit_between_tokens_and_none_of_first_tokens() -> None:
-    options = our_options({"text": replace(ISOLATED, tbt_s=0.03), "image": replace(ISOLATED, tbt_s=0.02)})
-    assert options["--slo-tbt-s"] == pytest.approx(0.1)
-    assert not any("slo-ttft" in name for name in options)
 
 
 @pytest.mark.parametrize("rate", [1.0, 4.0])
@@ -114,9 +130,7 @@ def test_rows_come_at_the_rate(rate: float) -> None:
     assert rows[-1].arrival_s < 600
     assert max(row.num_images for row in rows) == MAX_IMAGES
     assert all(row.session and len(row.image_ids) == row.num_images for row in rows)
-    at_once = [
-        replace(outcome(index, 0.0), sent_s=row.arrival_s, first_token_s=row.arrival_s) for index, row in enumerate(rows)
-    ]
+    at_once = [outcome_of(row, index, first_token_s=row.arrival_s) for index, row in enumerate(rows)]
     assert set(kinds_of(rows, [at_once])) == set(KINDS)
 
 
@@ -143,6 +157,10 @@ def outcome(index: int, ttft_s: float, error: str | None = None, is_warm_up: boo
         error=error,
         is_warm_up=is_warm_up,
     )
+
+
+def outcome_of(row: TraceRow, index: int, first_token_s: float) -> RequestOutcome:
+    return replace(outcome(index, 0.0), scheduled_s=row.arrival_s, sent_s=row.arrival_s, first_token_s=first_token_s)
 
 
 def figures(*outcomes: RequestOutcome, kinds: Sequence[str]) -> dict[str, ClassFigures]:
