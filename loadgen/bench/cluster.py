@@ -3,7 +3,8 @@
 Both take turns, at each rate with contents that no cache has seen, and then with the same again, when all are known; which of
 them are known the first time is told by the replays of both (chat_reuse.py).
 
-SLOs are five times what requests take alone at vLLM.
+SLOs are five times what requests take alone at vLLM. Ours is told the smallest one of the time between tokens, as an operator
+would tell it: vLLM has no such option. It is told none of first tokens: it would refuse requests that are late.
 
 vLLM takes a minute to start, so it stays, idle, while ours is measured, and costs us 2 % of a core; ours is not there while
 vLLM is measured, which its heartbeats would cost 9 % (measured).
@@ -131,7 +132,7 @@ async def bench_cluster(options: ClusterOptions, plan: Plan) -> Report:
         "isolated_tbt_s": {name: isolated.tbt_s for name, isolated in bench.isolated.items()},
         "knee_per_s": bench.knee_per_s,
         "kv_cache_bytes": KV_CACHE_BYTES,
-        "ours": " ".join(_words(OUR_OPTIONS)),
+        "ours": " ".join(_words(our_options(bench.isolated))),
         "versions": bench.versions,
         "counters": bench.counters,
         "quick": plan.is_quick,
@@ -188,7 +189,7 @@ class _ClusterBench:
         trace = chat_trace(1.0, ISOLATED_SPAN_S, ISOLATED_SEED)
         async with client_session({}, REQUEST_TIMEOUT_S) as http:
             self.isolated = (await prepare(http, trace, options, self._tell)).isolated
-        if len(self.isolated) < len(CLASSES):
+        if len(self.isolated) < len(CLASSES) or any(alone.tbt_s is None for alone in self.isolated.values()):
             raise BenchFailed("what requests take alone could not be measured")
 
     def _is_too_much(self, rate: float) -> bool:
@@ -226,7 +227,7 @@ class _ClusterBench:
 
     @contextlib.asynccontextmanager
     async def _ours(self) -> AsyncIterator[_Server]:
-        async with measured_cluster(self.options.model, _words(OUR_OPTIONS)) as (info, _):
+        async with measured_cluster(self.options.model, _words(our_options(self.isolated))) as (info, _):
             urls = [beat.http_url for beat in await heartbeats(str(info["nats_url"])) if beat.http_url]
             yield _Server(OURS, str(info["url"]).rstrip("/"), urls, "triptych_")
 
@@ -251,6 +252,12 @@ def telling_seed(rate: float, scale: Scale, first: int) -> int:
         return sum(row.arrival_s >= scale.warm_up_s for row in rows)
 
     return next((seed for seed in range(first, first + SEEDS_APART) if num_new(seed) >= MIN_NEW), first)
+
+
+def our_options(isolated: Mapping[str, Isolated]) -> dict[str, object]:
+    """Of `triptych up`. The limit is that of a class's median request, the smallest one: a server is told one for all."""
+    tbts_s = [alone.tbt_s for alone in isolated.values() if alone.tbt_s is not None]
+    return OUR_OPTIONS | {"--slo-tbt-s": round(SLO_FACTOR * min(tbts_s), 4)}
 
 
 def _words(options: Mapping[str, object]) -> list[str]:

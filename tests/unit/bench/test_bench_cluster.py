@@ -37,6 +37,7 @@ from triptych.loadgen.bench.cluster import (
     Scale,
     _bars,
     _ClusterBench,
+    our_options,
     telling_seed,
 )
 from triptych.loadgen.bench.measured_cluster import REQUEST_TIMEOUT_S
@@ -120,6 +121,12 @@ def test_both_sides_figures_are_of_the_same_requests(tmp_path: Path) -> None:
 
 def test_all_is_known_when_it_is_sent_again() -> None:
     assert kinds_of_repeats([TEXT, NEW, KNOWN]) == [TEXT, KNOWN, KNOWN]
+
+
+def test_ours_is_told_the_smallest_limit_between_tokens_and_none_of_first_tokens() -> None:
+    options = our_options({"text": replace(ISOLATED, tbt_s=0.03), "image": replace(ISOLATED, tbt_s=0.02)})
+    assert options["--slo-tbt-s"] == pytest.approx(0.1)
+    assert not any("slo-ttft" in name for name in options)
 
 
 @pytest.mark.parametrize("rate", [1.0, 4.0])
