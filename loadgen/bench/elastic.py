@@ -37,11 +37,22 @@ MIN_RATIOS = {"elasticmm": 1.2, "triptych": 1.5}  # the promise: goodput of the 
 MIN_STEADY_RATIO = 0.97
 RETURN_WITHIN_S = 60.0  # chosen, modelled: an instance that has its old roles back so soon went in vain
 ASK_TIMEOUT_S = 120.0  # chosen: a machine that has just emulated eight GPUs
-# The first minute of `bursts` is steady. Rates chosen so that the day's peaks are about what eight instances can do
-FULL = Scale({DAY: Part(1.5, 1440.0), STEADY: Part(1.0, 60.0)}, 6.0, SEEDS, (*SPLITS, *MIN_RATIOS))
-QUICK = Scale({DAY: Part(1.0, 120.0)}, 10.0, SEEDS[:1], (SPLITS[1], "triptych"))
-TORCH = {DAY: Part(2.0, 180.0, abridged=8.0)}  # chosen
-QUICK_TORCH = {DAY: Part(1.0, 10.0, abridged=144.0)}
+# The first minute of `bursts` is steady. Rates chosen so that the day's peaks are about what eight instances can do.
+# Those of torch: chosen
+FULL = Scale(
+    {DAY: Part(1.5, 1440.0), STEADY: Part(1.0, 60.0)},
+    6.0,
+    SEEDS,
+    (*SPLITS, *MIN_RATIOS),
+    torch_parts={DAY: Part(2.0, 180.0, abridged=8.0)},
+)
+QUICK = Scale(
+    {DAY: Part(1.0, 120.0)},
+    10.0,
+    SEEDS[:1],
+    (SPLITS[1], "triptych"),
+    torch_parts={DAY: Part(1.0, 10.0, abridged=144.0)},
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +91,7 @@ async def bench_elastic(plan: Plan, model: Path | None = None) -> Report:
     Raises:
         BenchFailed, ClusterFailed: something didn't start, or a replay did not come to its end.
     """
-    scale = QUICK if plan.is_quick else FULL
-    if model is not None:
-        scale = scale.on_torch(model, QUICK_TORCH if plan.is_quick else TORCH)
+    scale = (QUICK if plan.is_quick else FULL).on(model)
 
     async def measured(bench: PolicyBench, policy: str) -> Figures:
         async with bench.cluster(policy) as (info, http):

@@ -27,11 +27,15 @@ MAX_TEXT_RATIO = 0.5
 MIN_LIGHT_RATIO = 0.98
 # Chosen. A burst of pictures, of seven tiles each, keeps six instances busy: too much for a monolith, whose texts wait for it,
 # not for eight with stages apart. Both of them are over after 180 s. `image-light` keeps two busy, since more requests a second
-# than 40 real ones are too much for the control plane on two cores
-FULL = Scale({BURSTS: Part(0.85, 180.0), LIGHT: Part(2.5, 60.0)}, 4.0, SEEDS, POLICIES)
-QUICK = Scale({BURSTS: Part(1.0, 70.0), LIGHT: Part(1.0, 20.0)}, 10.0, SEEDS[:1], ("monolith", "triptych"))
-TORCH = {BURSTS: Part(2.0, 180.0)}  # chosen
-QUICK_TORCH = {BURSTS: Part(1.0, 9.0, abridged=10.0)}
+# than 40 real ones are too much for the control plane on two cores. Those of torch: chosen
+FULL = Scale({BURSTS: Part(0.85, 180.0), LIGHT: Part(2.5, 60.0)}, 4.0, SEEDS, POLICIES, torch_parts={BURSTS: Part(2.0, 180.0)})
+QUICK = Scale(
+    {BURSTS: Part(1.0, 70.0), LIGHT: Part(1.0, 20.0)},
+    10.0,
+    SEEDS[:1],
+    ("monolith", "triptych"),
+    torch_parts={BURSTS: Part(1.0, 9.0, abridged=10.0)},
+)
 
 
 async def bench_policy(plan: Plan, model: Path | None = None) -> Report:
@@ -40,9 +44,7 @@ async def bench_policy(plan: Plan, model: Path | None = None) -> Report:
     Raises:
         BenchFailed, ClusterFailed: something didn't start, or a replay did not come to its end.
     """
-    scale = QUICK if plan.is_quick else FULL
-    if model is not None:
-        scale = scale.on_torch(model, QUICK_TORCH if plan.is_quick else TORCH)
+    scale = (QUICK if plan.is_quick else FULL).on(model)
     figures = await side_by_side(scale, _measured)
     promised = {} if plan.is_quick or model else _bars(figures) | keeping_up.bar(figures)
     return Report("policy", conditions_of(scale, plan), figures, promised)

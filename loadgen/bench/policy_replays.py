@@ -71,18 +71,23 @@ EMULATED = Engine(MODEL, GPU, NUM_INSTANCES)
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """time_scale: modelled seconds per real one. policies: the monolith first, it has no use for an SLO."""
+    """time_scale: modelled seconds per real one. policies: the monolith first, it has no use for an SLO. torch_parts: on a
+    real engine, instead of parts."""
 
     parts: Mapping[str, Part]
     time_scale: float
     seeds: tuple[int, ...]
     policies: tuple[str, ...]
+    torch_parts: Mapping[str, Part] = field(default_factory=dict)
     engine: Engine = EMULATED
 
-    def on_torch(self, checkpoint: Path, parts: Mapping[str, Part]) -> Scale:
-        """A smaller run of the same sets: few instances, which share this machine's cores, one seed."""
+    def on(self, checkpoint: Path | None) -> Scale:
+        """With a checkpoint a smaller run of the same sets on a real engine: few instances, which share this machine's cores,
+        one seed. None: as it is, emulated."""
+        if checkpoint is None:
+            return self
         engine = Engine(str(checkpoint), None, NUM_TORCH_INSTANCES)
-        return replace(self, parts=parts, time_scale=1.0, seeds=self.seeds[:1], engine=engine)
+        return replace(self, parts=self.torch_parts, time_scale=1.0, seeds=self.seeds[:1], engine=engine)
 
 
 @dataclass(slots=True)

@@ -45,6 +45,13 @@ def test_bars_compare_each_set_with_the_one_below() -> None:
     assert bars["text_p99_in_bursts_triptych_to_monolith"].value == 0.25
 
 
+def test_a_checkpoint_makes_a_smaller_run_on_a_real_engine() -> None:
+    real = FULL.on(Path("checkpoint"))
+    assert (real.parts, real.engine.model, real.engine.gpu) == (FULL.torch_parts, "checkpoint", None)
+    assert (real.time_scale, real.seeds, real.policies) == (1.0, SEEDS[:1], POLICIES)
+    assert FULL.on(None) == FULL
+
+
 def test_an_abridged_workload_has_the_same_shape_in_less_time(tmp_path: Path) -> None:
     parts = {"whole": Part(2.0, 180.0), "abridged": Part(2.0, 18.0, abridged=10.0)}
     times_s = {}
