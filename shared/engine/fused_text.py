@@ -14,8 +14,8 @@ import torch
 
 from triptych.shared.engine.attention import attend
 from triptych.shared.engine.batch_plan import BatchPlan
-from triptych.shared.engine.fused_layer import Hidden, Outputs, Turning, interleaved, nothing, tiles, times_norm
-from triptych.shared.engine.weights import Weight, weight_for_few_rows
+from triptych.shared.engine.fused_layer import Hidden, Outputs, interleaved, nothing, times_norm, turn
+from triptych.shared.engine.weights import Weight, make_weight
 
 KEY_ORDER = "interleaved"  # of a head in the KV: blocks of modules, whose heads are in halves, don't fit
 _LAYER_KINDS = ("Qwen2_5_VLDecoderLayer",)
@@ -26,19 +26,19 @@ _TILE_ROWS = 256  # measured: what the MLP works on at once stays in a core's ca
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """qkv: a part for each head."""
+    """qkv: of all heads."""
 
     qkv: Weight
     outputs: Outputs
 
 
-class _Heads:
-    """What a layer's queries, keys and values are computed into, and views of it: made once for all layers."""
+@dataclass(frozen=True, slots=True)
+class _LastLayer:
+    """Of other tokens than those asked for, only keys and values are wanted."""
 
-    def __init__(self, num_tokens: int, layer: _Layer, num_heads: int, num_turned: int) -> None:
-        self.all_XTH = layer.qkv.empty(num_tokens)
-        self.turned = Turning(self.all_XTH[:num_turned])
-        self.query_TNH, self.kv_T2KH = self.all_XTH.transpose(0, 1).tensor_split((num_heads,), 1)
+    query: Weight
+    kv: Weight
+    outputs: Outputs
 
 
 def can_fuse(text_model: Any) -> bool:
@@ -71,51 +71,70 @@ class FusedText:
         self._epsilon: float = norm.variance_epsilon
         self.between_layers: Callable[[], None] = nothing
         self._layers: list[_Layer] = []
-        while text_model.layers:  # one at a time: both forms of all of them would take twice the memory
+        while len(text_model.layers) > 1:  # one at a time: both forms of all of them would take twice the memory
             self._layers.append(_fused(text_model.layers.pop(0)))
-        self._last_query, self._last_kv = self._layers[-1].qkv.split(self._num_heads * self._head_size)
+        self._last = _fused_last(text_model.layers.pop(0), self._num_heads)
 
     def forward(self, embeds_TD: torch.Tensor, positions_3T: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
         """Hidden states [R, D] of plan.last_rows."""
         angles_FT = positions_3T.index_select(0, self._axis_F) * self._frequency_F[:, None]
         turns_TF = torch.polar(self._rotary_scale, angles_FT.t())
-        heads = _Heads(len(embeds_TD), self._layers[0], self._num_heads, self._num_turned)
         hidden = Hidden.of(embeds_TD, self._epsilon)
-        parts = tiles(hidden, self._layers[0].outputs, _TILE_ROWS)
+        tiles = hidden.tiles(_TILE_ROWS)
         for index, layer in enumerate(self._layers):
             if len(embeds_TD) >= _MANY_ROWS:
                 self.between_layers()
-            if index == len(self._layers) - 1 and plan.last_rows is not None:
-                attended = self._attended_last(index, hidden, turns_TF, plan)
-                hidden = hidden.rows(plan.last_rows)
-                parts = tiles(hidden, layer.outputs, _TILE_ROWS)
-            else:
-                attended = self._attended(index, hidden, turns_TF, plan, heads)
-            for (tile, gates), attended_TX in zip(parts, torch.split(attended, _TILE_ROWS), strict=True):
-                layer.outputs.add(tile, attended_TX, gates)
-        states: torch.Tensor = hidden.normed() * self._norm_weight_D
+            attended_TX = self._attended(index, hidden, turns_TF, plan)
+            for tile, attended in zip(tiles, torch.split(attended_TX, _TILE_ROWS), strict=True):
+                layer.outputs.add(tile, attended)
+        if len(embeds_TD) >= _MANY_ROWS:
+            self.between_layers()
+        states: torch.Tensor = self._last_states(hidden, turns_TF, plan).normed() * self._norm_weight_D
         return states
 
-    def _attended(self, index: int, hidden: Hidden, turns_TF: torch.Tensor, plan: BatchPlan, heads: _Heads) -> torch.Tensor:
+    def _attended(self, index: int, hidden: Hidden, turns_TF: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
         """[T, N * H]."""
-        self._layers[index].qkv.product(hidden.normed(), heads.all_XTH)
-        heads.turned.turn(turns_TF)
-        return attend(plan, index, plan.parts, heads.query_TNH, heads.kv_T2KH, self._scale)
+        qkv_TXH = self._heads(self._layers[index].qkv.product(hidden.normed()))
+        turn(qkv_TXH[:, : self._num_turned], turns_TF)
+        query_TNH, kv_T2KH = qkv_TXH.tensor_split((self._num_heads,), 1)
+        return attend(plan, index, plan.parts, query_TNH, kv_T2KH, self._scale)
 
-    def _attended_last(self, index: int, hidden: Hidden, turns_TF: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
-        """[R, N * H]: of other tokens than those asked for, only keys and values are wanted."""
-        normed_TD = hidden.normed()
-        query_NRH, kv_2KTH = self._last_query.product(normed_TD[plan.last_rows]), self._last_kv.product(normed_TD)
-        Turning(query_NRH).turn(turns_TF[plan.last_rows])
-        Turning(kv_2KTH[: self._num_turned - self._num_heads]).turn(turns_TF)
-        return attend(plan, index, plan.last_parts, query_NRH.transpose(0, 1), kv_2KTH.transpose(0, 1), self._scale)
+    def _last_states(self, hidden: Hidden, turns_TF: torch.Tensor, plan: BatchPlan) -> Hidden:
+        """Of [R], after the last layer."""
+        normed_TD, rows = hidden.normed(), plan.last_rows
+        kv_T2KH = self._heads(self._last.kv.product(normed_TD))
+        turn(kv_T2KH[:, : self._num_turned - self._num_heads], turns_TF)
+        if rows is not None:
+            hidden, normed_TD, turns_TF = hidden.rows(rows), normed_TD[rows], turns_TF[rows]
+        query_RNH = self._heads(self._last.query.product(normed_TD))
+        turn(query_RNH, turns_TF)
+        attended_RX = attend(plan, len(self._layers), plan.last_parts, query_RNH, kv_T2KH, self._scale)
+        self._last.outputs.add(hidden, attended_RX)
+        return hidden
+
+    def _heads(self, outputs_TO: torch.Tensor) -> torch.Tensor:
+        return torch.unflatten(outputs_TO, 1, (-1, self._head_size))
 
 
 def _fused(layer: Any) -> _Layer:
+    return _Layer(make_weight(*_qkv(layer)), _outputs(layer))
+
+
+def _fused_last(layer: Any, num_heads: int) -> _LastLayer:
+    (query, kv), (query_bias, kv_bias) = (
+        tensor.tensor_split((num_heads * layer.self_attn.head_dim,)) for tensor in _qkv(layer)
+    )
+    return _LastLayer(make_weight(query, query_bias), make_weight(kv, kv_bias), _outputs(layer))
+
+
+def _qkv(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weight and bias."""
     attention = layer.self_attn
     q, k, v, head_size = attention.q_proj, attention.k_proj, attention.v_proj, attention.head_dim
     weight = torch.cat((interleaved(q.weight, head_size), interleaved(k.weight, head_size), v.weight))
     bias = torch.cat((interleaved(q.bias, head_size), interleaved(k.bias, head_size), v.bias))
-    qkv = weight_for_few_rows(times_norm(weight, layer.input_layernorm.weight), head_size, bias)
-    norm_D = layer.post_attention_layernorm.weight
-    return _Layer(qkv, Outputs.of(attention.o_proj, layer.mlp, norm_D, weight_for_few_rows))
+    return times_norm(weight, layer.input_layernorm.weight), bias
+
+
+def _outputs(layer: Any) -> Outputs:
+    return Outputs.of(layer.self_attn.o_proj, layer.mlp, layer.post_attention_layernorm.weight)

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
-from triptych.shared.engine.fused_layer import Hidden, Outputs, Turning, interleaved, nothing, tiles, times_norm
+from triptych.shared.engine.fused_layer import Hidden, Outputs, interleaved, nothing, times_norm, turn
 from triptych.shared.engine.vision_layout import Run, VisionLayouts
-from triptych.shared.engine.weights import Weight, dense_weight, laid_out
+from triptych.shared.engine.weights import Weight, make_weight
 
 _KINDS = ("Qwen2_5_VLVisionBlock", "Qwen2_5_VLPatchMerger")
 _TILE_ROWS = 512  # measured, 256 to 1024: within what measurements vary by
@@ -25,25 +25,11 @@ _TILE_ROWS = 512  # measured, 256 to 1024: within what measurements vary by
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """qkv: a part for each head. is_windowed: patches attend within their windows."""
+    """qkv: of all heads. is_windowed: patches attend within their windows."""
 
     qkv: Weight
     outputs: Outputs
     is_windowed: bool
-
-
-class _Heads:
-    """What a layer's queries, keys and values are computed into, and views of it: made once for all layers."""
-
-    def __init__(self, num_patches: int, layer: _Layer) -> None:
-        self.all_XPH = layer.qkv.empty(num_patches)
-        self._qkv_3NPH = torch.unflatten(self.all_XPH, 0, (3, -1))
-        self.turned = Turning(self.all_XPH[: len(self.all_XPH) // 3 * 2])
-
-    def cut(self, runs: list[Run]) -> list[torch.Tensor]:
-        """Of each run [3, sequences, N, patches of each, H]."""
-        parts = ((self._qkv_3NPH[:, :, run.begin : run.end], run.num_sequences) for run in runs)
-        return [torch.unflatten(part, 2, (num_sequences, -1)).transpose(1, 2) for part, num_sequences in parts]
 
 
 def can_fuse(tower: Any) -> bool:
@@ -58,15 +44,16 @@ class FusedVision:
     def __init__(self, tower: Any) -> None:
         attention, merger, self._epsilon = tower.blocks[0].attn, tower.merger, float(tower.merger.ln_q.variance_epsilon)
         self._scale: float = attention.scaling
+        self._head_size: int = attention.head_dim
         self._num_merged: int = tower.spatial_merge_unit
         merge_size: int = tower.spatial_merge_size
         frequency_Q: torch.Tensor = tower.rotary_pos_emb.inv_freq.to(attention.qkv.weight.device, torch.float32)
         self._layouts = VisionLayouts(merge_size, tower.window_size // merge_size // tower.patch_size, frequency_Q)
-        self._embedding = laid_out(tower.patch_embed.proj.weight.flatten(1))
+        patch_weight: torch.Tensor = tower.patch_embed.proj.weight
+        self._dtype, self._embedding = patch_weight.dtype, make_weight(patch_weight.flatten(1))
         first, _, second = merger.mlp
         weight = times_norm(first.weight.unflatten(1, (self._num_merged, -1)), merger.ln_q.weight).flatten(1)
-        self._merging, self._merging_bias = laid_out(weight), first.bias
-        self._merged, self._merged_bias = laid_out(second.weight), second.bias
+        self._merging, self._merged = make_weight(weight, first.bias), make_weight(second.weight, second.bias)
         self.between_layers: Callable[[], None] = nothing
         num_layers, full = len(tower.blocks), set(tower.fullatt_block_indexes)
         # one at a time: both forms of all of them would take twice the memory
@@ -75,39 +62,40 @@ class FusedVision:
     def forward(self, patches: torch.Tensor, grids: Seq[tuple[int, int, int]]) -> torch.Tensor:
         """Embeddings [M, E] of all pictures. patches: [P, C * T * S * S]; grids: of each picture frames, height and width."""
         layout = self._layouts.lay_out(grids)
-        embeds_PD = torch.mm(patches.to(self._embedding.dtype), self._embedding)
+        embeds_PD = self._embedding.product(patches.to(self._dtype))
         hidden = Hidden.of(embeds_PD[layout.order_P], self._epsilon)
-        heads = _Heads(len(patches), self._layers[0])
-        windows, frames = heads.cut(layout.windows), heads.cut(layout.frames)
-        parts = tiles(hidden, self._layers[0].outputs, _TILE_ROWS)
+        tiles = hidden.tiles(_TILE_ROWS)
         for layer in self._layers:
             self.between_layers()
-            layer.qkv.product(hidden.normed(), heads.all_XPH)
-            heads.turned.turn(layout.turns_PF)
-            attended_PX = self._attended(windows if layer.is_windowed else frames)
-            for (tile, gates), attended in zip(parts, torch.split(attended_PX, _TILE_ROWS), strict=True):
-                layer.outputs.add(tile, attended, gates)
+            qkv_PXH = torch.unflatten(layer.qkv.product(hidden.normed()), 1, (-1, self._head_size))
+            turn(qkv_PXH[:, : qkv_PXH.shape[1] // 3 * 2], layout.turns_PF)
+            attended_PX = self._attended(qkv_PXH, layout.windows if layer.is_windowed else layout.frames)
+            for tile, attended in zip(tiles, torch.split(attended_PX, _TILE_ROWS), strict=True):
+                layer.outputs.add(tile, attended)
         merged = self._merge(hidden.normed())
         return torch.empty_like(merged).index_copy_(0, layout.order_M, merged)
 
-    def _attended(self, runs: list[torch.Tensor]) -> torch.Tensor:
+    def _attended(self, qkv_PXH: torch.Tensor, runs: list[Run]) -> torch.Tensor:
         """[P, N * H]."""
-        outputs = [scaled_dot_product_attention(query, key, value, scale=self._scale) for query, key, value in runs]
-        rows = [output.transpose(1, 2).flatten(0, 1).flatten(1) for output in outputs]
+        rows: list[torch.Tensor] = []
+        for run in runs:
+            sequences = torch.unflatten(qkv_PXH[run.begin : run.end], 0, (run.num_sequences, -1))
+            query, key, value = sequences.transpose(1, 2).chunk(3, dim=1)
+            attended = scaled_dot_product_attention(query, key, value, scale=self._scale)
+            rows.append(attended.transpose(1, 2).flatten(0, 1).flatten(1))
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def _merge(self, normed_PD: torch.Tensor) -> torch.Tensor:
         """[M, E]."""
         units = normed_PD.reshape(-1, self._num_merged * normed_PD.shape[1])
-        inner = gelu(torch.addmm(self._merging_bias, units, self._merging))
-        return torch.addmm(self._merged_bias, inner, self._merged)
+        return self._merged.product(gelu(self._merging.product(units)))
 
 
 def _fused(block: Any, is_windowed: bool) -> _Layer:
     attention, head_size = block.attn, block.attn.head_dim
     weight, bias = (_interleaved_qk(tensor, head_size) for tensor in (attention.qkv.weight, attention.qkv.bias))
-    qkv = dense_weight(times_norm(weight, block.norm1.weight), head_size, bias)
-    return _Layer(qkv, Outputs.of(attention.proj, block.mlp, block.norm2.weight, dense_weight), is_windowed)
+    qkv = make_weight(times_norm(weight, block.norm1.weight), bias)
+    return _Layer(qkv, Outputs.of(attention.proj, block.mlp, block.norm2.weight), is_windowed)
 
 
 def _interleaved_qk(qkv: torch.Tensor, head_size: int) -> torch.Tensor:

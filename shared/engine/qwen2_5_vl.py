@@ -55,7 +55,7 @@ class Qwen25VL:
             self._vision = fused_vision.FusedVision(self._model.model.visual)
             del self._model.model.visual
         head: torch.Tensor = self._model.lm_head.weight
-        self._packed_head = PackedWeight(head, len(head)) if pays_to_pack(head) else None
+        self._packed_head = PackedWeight(head) if pays_to_pack(head) else None
         if self._packed_head is not None:
             del self._model.lm_head  # where embeddings are tied to it they stay
         self.key_order = "halves" if self._fused is None else fused_text.KEY_ORDER
@@ -111,7 +111,7 @@ class Qwen25VL:
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
         if self._packed_head is None:
             return linear(hidden_RD, self._model.lm_head.weight)
-        return self._packed_head.product(hidden_RD)[0]
+        return self._packed_head.product(hidden_RD)
 
 
 def _rotary_axes(sections: Seq[int]) -> torch.Tensor:

@@ -98,11 +98,6 @@ def test_fused_layers_equal_the_modules(changed: dict[str, Any]) -> None:
     assert difference(text_model(**changed)) < 1e-5
 
 
-def test_wide_weights_in_parts_for_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert difference(text_model()) < 1e-5
-
-
 def test_packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "_MIN_PACKED", 0)
     assert difference(text_model()) < 1e-5

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 
+from triptych.shared.engine import weights
 from triptych.shared.engine.fused_vision import FusedVision, can_fuse
 
 _untyped: Any = transformers
@@ -30,7 +31,7 @@ def tower(**changed: Any) -> Any:
     config = {
         "depth": 4,
         "hidden_size": 96,
-        "intermediate_size": 180,  # no multiple of what is a part of a product
+        "intermediate_size": 180,  # no power of two
         "num_heads": 4,
         "out_hidden_size": 64,
         "fullatt_block_indexes": [1, 3],
@@ -70,8 +71,8 @@ def test_towers_of_other_sizes(changed: dict[str, Any]) -> None:
     assert difference(tower(**changed), GRIDS["pictures of several sizes"]) < 1e-5
 
 
-def test_products_in_parts_for_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+def test_packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "_MIN_PACKED", 0)
     assert difference(tower(), GRIDS["several sizes of windows"]) < 1e-5
 
 
