@@ -84,7 +84,7 @@ class Outputs:
 
 
 def nothing() -> None:
-    """What is called between layers where nobody asked for anything."""
+    """What is called between parts of a pass where nobody asked for anything."""
 
 
 def interleaved(heads: torch.Tensor, head_size: int) -> torch.Tensor:

@@ -54,7 +54,7 @@ class FusedText:
     Args:
         axis_F: int64, which of the three rotary positions (time, height, width) turns each frequency.
 
-    between_layers: called where many tokens are computed.
+    between_parts: called where many tokens are computed.
     """
 
     def __init__(self, text_model: Any, axis_F: torch.Tensor) -> None:
@@ -69,7 +69,7 @@ class FusedText:
         self._rotary_scale = torch.tensor(rotary.attention_scaling, dtype=torch.float32, device=weight.device)
         self._norm_weight_D = weight * len(weight) ** 0.5
         self._epsilon: float = norm.variance_epsilon
-        self.between_layers: Callable[[], None] = nothing
+        self.between_parts: Callable[[], None] = nothing
         self._layers: list[_Layer] = []
         while len(text_model.layers) > 1:  # one at a time: both forms of all of them would take twice the memory
             self._layers.append(_fused(text_model.layers.pop(0)))
@@ -83,12 +83,12 @@ class FusedText:
         tiles = hidden.tiles(_TILE_ROWS)
         for index, layer in enumerate(self._layers):
             if len(embeds_TD) >= _MANY_ROWS:
-                self.between_layers()
+                self.between_parts()
             attended_TX = self._attended(index, hidden, turns_TF, plan)
             for tile, attended in zip(tiles, torch.split(attended_TX, _TILE_ROWS), strict=True):
                 layer.outputs.add(tile, attended)
         if len(embeds_TD) >= _MANY_ROWS:
-            self.between_layers()
+            self.between_parts()
         states: torch.Tensor = self._last_states(hidden, turns_TF, plan).normed() * self._norm_weight_D
         return states
 

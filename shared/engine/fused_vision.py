@@ -39,7 +39,7 @@ def can_fuse(tower: Any) -> bool:
 
 
 class FusedVision:
-    """What the tower does, which is left without blocks. between_layers: called there."""
+    """What the tower does, which is left without blocks. between_parts: called between parts of a layer."""
 
     def __init__(self, tower: Any) -> None:
         attention, merger, self._epsilon = tower.blocks[0].attn, tower.merger, float(tower.merger.ln_q.variance_epsilon)
@@ -54,7 +54,7 @@ class FusedVision:
         first, _, second = merger.mlp
         weight = times_norm(first.weight.unflatten(1, (self._num_merged, -1)), merger.ln_q.weight).flatten(1)
         self._merging, self._merged = make_weight(weight, first.bias), make_weight(second.weight, second.bias)
-        self.between_layers: Callable[[], None] = nothing
+        self.between_parts: Callable[[], None] = nothing
         num_layers, full = len(tower.blocks), set(tower.fullatt_block_indexes)
         # one at a time: both forms of all of them would take twice the memory
         self._layers = [_fused(tower.blocks.pop(0), index not in full) for index in range(num_layers)]
@@ -66,11 +66,13 @@ class FusedVision:
         hidden = Hidden.of(embeds_PD[layout.order_P], self._epsilon)
         tiles = hidden.tiles(_TILE_ROWS)
         for layer in self._layers:
-            self.between_layers()
+            self.between_parts()
             qkv_PXH = torch.unflatten(layer.qkv.product(hidden.normed()), 1, (-1, self._head_size))
+            self.between_parts()
             turn(qkv_PXH[:, : qkv_PXH.shape[1] // 3 * 2], layout.turns_PF)
             attended_PX = self._attended(qkv_PXH, layout.windows if layer.is_windowed else layout.frames)
             for tile, attended in zip(tiles, torch.split(attended_PX, _TILE_ROWS), strict=True):
+                self.between_parts()
                 layer.outputs.add(tile, attended)
         merged = self._merge(hidden.normed())
         return torch.empty_like(merged).index_copy_(0, layout.order_M, merged)

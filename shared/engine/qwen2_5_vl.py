@@ -66,11 +66,11 @@ class Qwen25VL:
         self.hidden_size: int = text.hidden_size
         self.vocab_size: int = text.vocab_size
 
-    def call_between_layers(self, call: Callable[[], None]) -> None:
-        """In passes that take a while."""
+    def call_between_parts(self, call: Callable[[], None]) -> None:
+        """Of passes that take a while."""
         for fused in (self._vision, self._fused):
             if fused is not None:
-                fused.between_layers = call
+                fused.between_parts = call
 
     def encode(self, patches: torch.Tensor, images: Seq[ImageInfo]) -> list[torch.Tensor]:
         """patches: [P of all images, C * T * S * S]. Returns [num_tokens, D] for each image."""

@@ -81,7 +81,7 @@ class TorchEngine:
 
     def share_cores(self, cores: Cores) -> None:
         """With those who compute beside: also in the middle of a pass."""
-        self._model.call_between_layers(cores.take_again)
+        self._model.call_between_parts(cores.take_again)
 
     @torch.inference_mode()
     def encode(self, images: Seq[ImageInfo], pixels: Seq[torch.Tensor]) -> list[torch.Tensor]:
