@@ -80,7 +80,7 @@ class Outputs:
         """Add to the hidden states what is made of [T, N * H]."""
         self.output.add_product(attended_TX, hidden.hidden_TD)
         gates_TI, ups_TI = self.gate_up.product(hidden.normed()).chunk(2, dim=1)
-        self.down.add_product(silu(gates_TI).mul_(ups_TI), hidden.hidden_TD)
+        self.down.add_product(torch.mul(silu(gates_TI, inplace=True), ups_TI), hidden.hidden_TD)
 
 
 def nothing() -> None:

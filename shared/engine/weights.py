@@ -1,8 +1,8 @@
 """Weights of a layer and the products with them: as torch's matrices, or as oneDNN packs them.
 
 A decode step is a few rows times every weight. For 2 to 32 rows MKL takes more time than memory needs to bring the weight;
-oneDNN, with a weight that was packed for it beforehand, took 0.5 to 0.9 of it, and of the time for hundreds of rows 0.85 to
-0.95 (measured; one row and one thread: 1.2). Shapes: T rows, D inputs, O outputs.
+oneDNN, with a weight that was packed for it beforehand, took 0.5 to 0.9 of it, and also of the time for hundreds of rows 0.85
+to 0.95 (measured; one row and one thread: up to 1.2). Shapes: T rows, D inputs, O outputs.
 """
 
 from __future__ import annotations
