@@ -1,13 +1,8 @@
 """Bench cluster: ours beside `vllm serve` on the same cores, under `workloads/chat-reuse` at rates up to one past vLLM's knee.
 
-Both take turns, at each rate with contents that no cache has seen, and then with the same again, when all are known; which of
-them are known the first time is told by the replays of both (chat_reuse.py).
-
-SLOs are five times what requests take alone at vLLM. Ours is told the smallest one of the time between tokens, as an operator
-would tell it: vLLM has no such option. It is told none of first tokens: it would refuse requests that are late.
-
-vLLM takes a minute to start, so it stays, idle, while ours is measured, and costs us 2 % of a core; ours is not there while
-vLLM is measured, which its heartbeats would cost 9 % (measured).
+Both take turns, at each rate with contents that no cache has seen, and then with the same again, when all are known. SLOs are
+five times what requests take alone at vLLM. vLLM takes a minute to start, so it stays, idle, while ours is measured, and costs
+us 2 % of a core; ours is not there while vLLM is measured, which its heartbeats would cost 9 % (measured).
 """
 
 from __future__ import annotations
@@ -255,7 +250,9 @@ def telling_seed(rate: float, scale: Scale, first: int) -> int:
 
 
 def our_options(isolated: Mapping[str, Isolated]) -> dict[str, object]:
-    """Of `triptych up`. The limit is that of a class's median request, the smallest one: a server is told one for all."""
+    """Of `triptych up`. The limit between tokens, as an operator would tell it (vLLM has no such option), is that of a class's
+    median request, the smallest one: a server is told one for all. None of first tokens: it would refuse requests that are late.
+    """
     tbts_s = [alone.tbt_s for alone in isolated.values() if alone.tbt_s is not None]
     return OUR_OPTIONS | {"--slo-tbt-s": round(SLO_FACTOR * min(tbts_s), 4)}
 
