@@ -251,7 +251,7 @@ def telling_seed(rate: float, scale: Scale, first: int) -> int:
 
 def our_options(isolated: Mapping[str, Isolated]) -> dict[str, object]:
     """Of `triptych up`. The limit between tokens, as an operator would tell it (vLLM has no such option), is that of a class's
-    median request, the smallest one: a server is told one for all. None of first tokens: it would refuse requests that are late.
+    median request, the smallest one: a server is told one for all. None of first tokens: it would refuse late requests.
     """
     tbts_s = [alone.tbt_s for alone in isolated.values() if alone.tbt_s is not None]
     return OUR_OPTIONS | {"--slo-tbt-s": round(SLO_FACTOR * min(tbts_s), 4)}
