@@ -3,7 +3,7 @@
 All chunks are packed in one row of tokens, those of one token first:
 
     tokens of a pass:   d0 d1 d2 d3 | p p p p p p p | q q q
-                        decode, in groups of like context; then each longer chunk by itself
+                        decode, in groups of like context where it is gathered; then each longer chunk by itself
 
 Shapes: T packed tokens, B sequences of a group, S tokens of context.
 """
@@ -82,15 +82,14 @@ def _plan_groups(
     singles: list[int], num_ctx: list[int], chunks: Seq[Chunk], kv: KvCache, paged: PagedGroups | None
 ) -> list[AttentionPart]:
     """Single tokens in a row, each the last one of its context; longest context first."""
+    if paged is not None:
+        group = paged.group([chunks[i].sequence.block_table for i in singles], [num_ctx[i] for i in singles])
+        return [AttentionPart(0, len(singles), True, group, None)] if singles else []
     parts: list[AttentionPart] = []
-    for number, group in enumerate(_groups(singles, num_ctx)):
-        begin, num_group_ctx = parts[-1].end if parts else 0, [num_ctx[i] for i in group]
-        tables = [chunks[i].sequence.block_table for i in group]
-        if paged is not None:
-            parts.append(AttentionPart(begin, begin + len(group), True, paged.group(tables, num_group_ctx, number), None))
-        else:
-            context, mask = kv.context(tables, num_group_ctx[0]), _group_mask(num_group_ctx, kv)
-            parts.append(AttentionPart(begin, begin + len(group), True, context, mask))
+    for members in _groups(singles, num_ctx):
+        begin, num_group_ctx = parts[-1].end if parts else 0, [num_ctx[i] for i in members]
+        context = kv.context([chunks[i].sequence.block_table for i in members], num_group_ctx[0])
+        parts.append(AttentionPart(begin, begin + len(members), True, context, _group_mask(num_group_ctx, kv)))
     return parts
 
 

@@ -13,7 +13,7 @@ from triptych.shared.engine.api import Chunk, Sequence
 from triptych.shared.engine.attention import paged_attention
 from triptych.shared.engine.batch_plan import BatchPlan, plan_batch
 from triptych.shared.engine.kv_cache import KvCache
-from triptych.shared.engine.paged_group import PagedGroups
+from triptych.shared.engine.paged_group import MAX_KEPT, PagedGroups
 from triptych.shared.engine.paged_kv import BlockPool
 from triptych.shared.messages import RequestId
 from triptych.shared.sampling_params import SamplingParams
@@ -159,8 +159,8 @@ def test_blocks_that_were_exchanged_between_two_steps_are_seen() -> None:
         assert torch.equal(groups.group(some, num_ctx).rows, expected)
 
 
-def test_rows_of_several_groups_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only those of a sequence whose blocks have changed are laid out anew."""
+def test_rows_are_kept_from_step_to_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only those of a sequence whose blocks have changed are laid out anew, and not those of every sequence that ever ran."""
     kv = KvCache((1, 400, 2, NUM_KV_HEADS, 4, HEAD_SIZE), torch.float32, torch.device("cpu"))
     made: list[list[list[int]]] = []
     first_rows = kv.first_rows
@@ -172,12 +172,15 @@ def test_rows_of_several_groups_are_kept(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(kv, "first_rows", counted)
     paged = PagedGroups(kv, NUM_HEADS)
     sequences = [decoding(list(range(200)), 790), decoding([210, 211], 6), decoding([220, 221], 5)]
-    for _ in range(2):
-        assert len(plan_batch([Chunk(one, 1) for one in sequences], kv, paged).parts) == 2
-    assert len(made) == 2
+    for some in (sequences, sequences[1:], sequences):
+        assert len(plan_batch([Chunk(one, 1) for one in some], kv, paged).parts) == 1
+    assert len(made) == 3
     sequences[1].block_table.append(212)
     plan_batch([Chunk(one, 1) for one in sequences], kv, paged)
-    assert made[2:] == [[[210, 211, 212]]]
+    assert made[3:] == [[[210, 211, 212]]]
+    for block in range(MAX_KEPT):
+        paged.group([[block]], [1])
+    assert len(paged._kept) == MAX_KEPT
 
 
 def test_the_cache_takes_memory_only_where_it_is_written() -> None:
