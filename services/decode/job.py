@@ -57,10 +57,15 @@ class DecodeJob:
         """Tokens that were added here."""
         return self.sequence.num_output_tokens - len(self.request.output) // BYTES_PER_TOKEN
 
+    @property
+    def num_to_come(self) -> int:
+        """Tokens at most, in a context without a limit."""
+        return self.sequence.sampling.max_tokens - self.sequence.num_output_tokens
+
     def num_left(self, max_model_len: int) -> int:
         """Tokens that its output may still get."""
         sequence = self.sequence
-        return min(sequence.sampling.max_tokens - sequence.num_output_tokens, max_model_len - len(sequence.token_ids))
+        return min(self.num_to_come, max_model_len - len(sequence.token_ids))
 
     def extend_chain(self) -> None:
         """To all that is computed."""

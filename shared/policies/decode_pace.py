@@ -1,8 +1,9 @@
 """Who of a running batch gets a token in a step, and how long the step may let others compute first.
 
-Ours. With a target for the mean time between a request's tokens, each token is due a target's time after the one before, and
-an output that is ahead can spare what it is ahead by. Where not all can be in time, the older ones stay so, rather than that
-all are late by a little: a step takes longer the more outputs are in it. Pure; used by the decode role.
+Ours. With a target for the mean time between a request's tokens, each token is due a target's time after the one before. An
+output can spare what it is ahead by, and what it can catch up with its next tokens. Where not all can be in time, the older
+ones stay so, rather than that all are late by a little: a step takes longer the more outputs are in it. Pure; used by the
+decode role.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 MARGIN = 0.85  # chosen, of the target: tokens still have a way to go to their reader
-MAX_PATIENCE_S = 0.25  # chosen: nobody should see an output stand still, whatever its mean is
+NUM_TO_CATCH_UP = 16  # chosen: tokens in which an output may get in time again; most have as many to come
+MAX_PATIENCE_S = 0.3  # chosen: nobody should see an output stand still, whatever its mean is
 UNTARGETED_PATIENCE_S = 0.1  # chosen
 LOST_S = 1.0  # chosen: an output that is later than this is not expected to be in time again
 MAX_SKIPPED_S = 1.0  # chosen: the longest time without a token for those who make way
@@ -21,13 +23,16 @@ _MEMORY = 0.8  # chosen: of what steps before took
 
 
 class Paced(Protocol):
-    """An output. arrived_at_s: here, with num_made tokens made since then, the last one at stepped_at_s."""
+    """An output. arrived_at_s: here, with num_made tokens since then, the last one at stepped_at_s. num_to_come: at most."""
 
     @property
     def arrived_at_s(self) -> float: ...
 
     @property
     def num_made(self) -> int: ...
+
+    @property
+    def num_to_come(self) -> int: ...
 
     @property
     def stepped_at_s(self) -> float: ...
@@ -83,8 +88,14 @@ class DecodePace:
 
     def _least_slack_s(self, outputs: Sequence[Paced], now_s: float) -> float | None:
         """Until a step with all of these must begin for those that can be in time; None: none can."""
-        begin_s = now_s + self._step_s(len(outputs))
-        return min((due_s - begin_s for due_s in map(self._due_s, outputs) if now_s - due_s <= LOST_S), default=None)
+        step_s = self._step_s(len(outputs))
+        gain_s = max(self._tbt_s - step_s, 0.0)  # with each token that does not wait
+        slacks_s = (
+            due_s - now_s - step_s + gain_s * min(output.num_to_come - 1, NUM_TO_CATCH_UP)
+            for output in outputs
+            if now_s - (due_s := self._due_s(output)) <= LOST_S
+        )
+        return min(slacks_s, default=None)
 
     def _rank(self, output: Paced, now_s: float) -> int:
         """Who has waited for long; who has to be in this step, to be in time; who can skip it; who will be late anyway."""

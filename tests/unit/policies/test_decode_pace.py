@@ -25,6 +25,7 @@ UNIT_S = 0.004  # of a step, for each output and for what a step costs at all
 class Output:
     arrived_at_s: float
     num_made: int = 0
+    num_to_come: int = 1
     stepped_at_s: float = 0.0
     ended_at_s: float = 0.0
 
@@ -43,7 +44,7 @@ def paced(tbt_s: float = TBT_S, num_outputs: int = 4) -> DecodePace:
     return pace
 
 
-def decoded(pace: DecodePace, outputs: list[Output], num_tokens: int) -> list[float]:
+def decoded(pace: DecodePace, outputs: list[Output]) -> list[float]:
     """All to their end: the longest time that each was without a token."""
     now_s, gaps_s = 0.0, dict.fromkeys(outputs, 0.0)
     running = list(outputs)
@@ -55,8 +56,9 @@ def decoded(pace: DecodePace, outputs: list[Output], num_tokens: int) -> list[fl
         for output in step.outputs:
             gaps_s[output] = max(gaps_s[output], now_s - output.stepped_at_s)
             output.num_made += 1
+            output.num_to_come -= 1
             output.stepped_at_s = output.ended_at_s = now_s
-        running = [output for output in running if output.num_made < num_tokens]
+        running = [output for output in running if output.num_to_come]
     return list(gaps_s.values())
 
 
@@ -79,14 +81,24 @@ def test_outputs_that_are_ahead_can_spare_it() -> None:
     assert paced().next_step(outputs, 0.0).patience_s == MAX_PATIENCE_S
 
 
+def test_outputs_can_spare_what_they_will_catch_up() -> None:
+    def patience_s(num_to_come: int) -> float:
+        return paced().next_step([Output(0.0, num_to_come=num_to_come), Output(0.0, num_to_come=100)], 0.0).patience_s
+
+    gain_s = MARGIN * TBT_S - step_s(2)
+    assert abs(patience_s(1) - gain_s) < 1e-9, "one that ends now can't"
+    assert abs(patience_s(3) - 3 * gain_s) < 1e-9
+    assert patience_s(100) == MAX_PATIENCE_S
+
+
 def test_who_is_late_waits_for_nobody() -> None:
     assert paced().next_step([Output(0.0, num_made=10), Output(0.0, num_made=5)], 0.7).patience_s == 0
 
 
 def test_of_too_many_the_older_ones_stay_in_time() -> None:
-    outputs = [Output(0.0) for _ in range(30)]
+    outputs = [Output(0.0, num_to_come=60) for _ in range(30)]
     assert step_s(len(outputs)) > TBT_S, "all at once would all be late"
-    gaps_s = decoded(paced(), outputs, 60)
+    gaps_s = decoded(paced(), outputs)
     in_time = [output.mean_tbt_s <= TBT_S for output in outputs]
     assert in_time == sorted(in_time, reverse=True)
     assert sum(in_time) >= 0.45 * len(outputs)
@@ -94,8 +106,8 @@ def test_of_too_many_the_older_ones_stay_in_time() -> None:
 
 
 def test_as_many_as_can_be_in_time_all_are() -> None:
-    outputs = [Output(0.0) for _ in range(14)]
-    decoded(paced(), outputs, 60)
+    outputs = [Output(0.0, num_to_come=60) for _ in range(14)]
+    decoded(paced(), outputs)
     assert all(output.mean_tbt_s <= TBT_S for output in outputs)
 
 
@@ -108,7 +120,9 @@ def test_who_will_be_late_anyway_holds_up_nobody() -> None:
 
 
 @given(
-    st.lists(st.builds(Output, st.floats(0, 10), st.integers(0, 100), st.floats(0, 10)), min_size=1, max_size=40),
+    st.lists(
+        st.builds(Output, st.floats(0, 10), st.integers(0, 100), st.integers(1, 100), st.floats(0, 10)), min_size=1, max_size=40
+    ),
     st.floats(10, 20),
     st.floats(0.001, 1),
     st.floats(0.001, 3),
