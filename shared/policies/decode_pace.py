@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-MARGIN = 0.85  # chosen, of the target: tokens still have a way to go to their reader
-NUM_TO_CATCH_UP = 16  # chosen: tokens in which an output may get in time again; most have as many to come
-MAX_PATIENCE_S = 0.3  # chosen: nobody should see an output stand still, whatever its mean is
+MARGIN = 0.9  # chosen, of the target: tokens still have a way to go to their reader
+NUM_TO_CATCH_UP = 24  # chosen: tokens in which an output may get in time again; most have as many to come
+MAX_PATIENCE_S = 0.5  # chosen: no output should stand still for longer, whatever its mean is
 UNTARGETED_PATIENCE_S = 0.1  # chosen
 LOST_S = 1.0  # chosen: an output that is later than this is not expected to be in time again
 MAX_SKIPPED_S = 1.0  # chosen: the longest time without a token for those who make way
