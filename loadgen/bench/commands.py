@@ -186,7 +186,7 @@ def cache_command(
 def cluster_command(
     vllm_python: Annotated[Path, typer.Option(help="an interpreter that has vLLM for CPU, to compare with")],
     model: Model = "bench",
-    rate: Annotated[list[float] | None, typer.Option(min=0.01, help="requests/s; default: up to one past vLLM's knee")] = None,
+    rate: Annotated[list[float] | None, typer.Option(min=0.01, help="requests/s; default: up to two past vLLM's knee")] = None,
     quick: Quick = False,
     as_json: AsJson = False,
 ) -> None:

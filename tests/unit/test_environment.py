@@ -15,6 +15,7 @@ def test_threads_are_bounded_and_passive(threads: int, is_engine: bool, expected
     env = process_environment(Settings(threads=threads), is_engine)
     assert env["OMP_NUM_THREADS"] == env["MKL_NUM_THREADS"] == env["OPENBLAS_NUM_THREADS"] == expected
     assert (env["OMP_WAIT_POLICY"], env["TOKENIZERS_PARALLELISM"]) == ("passive", "false")
+    assert 0 < int(env["GOMP_SPINCOUNT"]) < 1000
 
 
 @pytest.mark.parametrize(("engine_instances", "expected"), [(1, "8"), (3, "2"), (20, "1")])

@@ -199,12 +199,13 @@ def test_bars_compare_each_rate_and_each_sides_best_goodput() -> None:
     found: Found = {(name, rate, THEIRS): measured(0.4, num_late=0) for name in (COLD, WARM) for rate in (1.0, 2.0)}
     found |= {(name, rate, OURS): measured(0.1, num_late=0) for name in (COLD, WARM) for rate in (1.0, 2.0)}
     bars = _bars(found)
-    assert len(bars) == 2 * 2 * len(MAX_RATIO) + 1
+    assert len(bars) == 2 * len(MAX_RATIO) + 1
     assert [name for name, bar in bars.items() if not bar.holds] == ["cold_goodput_own_scaled_ratio"]
-    slow = _bars(found | {(COLD, 2.0, OURS): measured(0.3, num_late=0)})
+    slow = _bars(found | {(name, 2.0, OURS): measured(0.3, num_late=0) for name in (COLD, WARM)})
     assert [name for name, bar in slow.items() if not bar.holds and "ttft" in name] == [
         "cold_text_ttft_p99_ratio_2.00/s",
-        "cold_known_pictures_ttft_p99_ratio_2.00/s",
+        "warm_text_ttft_p99_ratio_2.00/s",
+        "warm_known_pictures_ttft_p99_ratio_2.00/s",
     ]
     late = found | {(name, rate, THEIRS): measured(0.4, num_late=4) for name in (COLD, WARM) for rate in (1.0, 2.0)}
     assert all(bar.holds for bar in _bars(late).values())
