@@ -54,6 +54,16 @@ async def test_tokens_equal_a_direct_run_across_instances() -> None:
     await cluster.stop()
 
 
+async def test_tokens_are_the_same_when_most_outputs_make_way() -> None:
+    """With a target that none can meet, one goes at a time once a step was measured; preempted ones among them."""
+    cluster, _, decode = await start(FakeEngine(64), FakeEngine(16), slo_tbt_s=1e-6)
+    prompts = {f"r{i}": [i, 2 * i, 3 * i, 7, 8] for i in range(6)}
+    outputs = await asyncio.gather(*(cluster.generate("p", "d", text_request(id, p, 35)) for id, p in prompts.items()))
+    assert outputs == [expected_tokens(prompt, 0, 35) for prompt in prompts.values()]
+    assert sum(len(step) == 1 for step in decode.engine.steps) >= 33 * len(prompts)
+    await cluster.stop()
+
+
 async def test_running_requests_share_a_step_and_the_batch_is_bounded() -> None:
     cluster, _, decode = await start(max_num_seqs=3)
     requests = [text_request(f"r{i}", [i, i + 1], 20) for i in range(5)]
