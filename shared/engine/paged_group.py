@@ -64,13 +64,13 @@ class PagedGroups:
         """num_ctx: tokens that each sequence attends to."""
         sizes = [self._num_heads * num_tokens for num_tokens in num_ctx]
         rows = torch.empty(sum(sizes), dtype=torch.int64)
-        for part, table, num_tokens in zip(rows.split(sizes), tables, num_ctx, strict=True):
+        for part, table, num_tokens in zip(torch.split(rows, sizes), tables, num_ctx, strict=True):
             torch.add(self._first_rows(table)[:num_tokens], self._row_of_head_N1, out=part.view(self._num_heads, num_tokens))
         lengths = torch.tensor(num_ctx).repeat_interleave(self._num_heads)
         ends = torch.constant_pad_nd(lengths.cumsum(0), (1, 0))
         pattern = torch.sparse_csr_tensor(ends, rows, torch.zeros(len(rows)), (len(lengths), len(self._kv.rows[0])))
         weights = pattern.values()
-        scores_NS = [part.view(self._num_heads, -1) for part in weights.split(sizes)]
+        scores_NS = [part.view(self._num_heads, -1) for part in torch.split(weights, sizes)]
         return PagedGroup(self, pattern, rows, ends[:-1], weights, scores_NS)
 
     def _first_rows(self, table: list[int]) -> torch.Tensor:
