@@ -9,7 +9,6 @@ Shapes: B sequences of a group, N query heads, K kv heads, H head size, S tokens
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -77,7 +76,7 @@ class PagedGroups:
         """In which row the first head's key of each token stands. Most tables are as they were a step ago."""
         key = tuple(table)
         if key not in self._kept:
-            for old in list(itertools.islice(self._kept, max(len(self._kept) + 1 - MAX_KEPT, 0))):
-                del self._kept[old]
+            if len(self._kept) == MAX_KEPT:
+                del self._kept[next(iter(self._kept))]  # the oldest
             self._kept[key] = self._kv.first_rows([table], len(table) * self._kv.block_size)[0]
         return self._kept[key]
