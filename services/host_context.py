@@ -17,7 +17,7 @@ from triptych.shared.engine.api import Engine
 from triptych.shared.engine.emulated_steps import EmulatedSteps
 from triptych.shared.engine.health import EngineHealth
 from triptych.shared.engine.kv_blocks import KvBlocks
-from triptych.shared.engine.thread import EngineCalls
+from triptych.shared.engine.thread import FIRST_TURN, EngineCalls, Turn
 from triptych.shared.errors import DeadlineExceeded, InstanceLost
 from triptych.shared.instance_info import TransportAddress
 from triptych.shared.messages import Event, InstanceId, Message, Reply, Role, TensorRef
@@ -62,12 +62,9 @@ class HostContext:
     host_memory: Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
     steps_ahead: EmulatedSteps | None
 
-    async def compute(self, call: Callable[[B], list[T]], batch: B, patience_s: float | None = None) -> list[T]:
-        """call(batch) as an engine call; what came of each item, results and exceptions. patience_s: see run_patiently."""
-        if patience_s is None:
-            outcomes = await self.thread.run(call, batch)
-        else:
-            outcomes = await self.thread.run_patiently(patience_s, call, batch)
+    async def compute(self, call: Callable[[B], list[T]], batch: B, turn: Turn = FIRST_TURN) -> list[T]:
+        """call(batch) as an engine call; what came of each item, results and exceptions."""
+        outcomes = await self.thread.run_in_turn(turn, call, batch)
         self.health.note(outcomes)
         return outcomes
 

@@ -3,7 +3,7 @@
 A request goes by the pictures of its conversation so far, its own included. `text`: there are none. `known_pictures`: all had
 been answered about when it was sent - for each, the first token of a request that brought it was there - at both sides.
 `new_pictures`: one had not, at one side or both: whoever asks about a picture while its first encode goes on waits for that,
-too. So which requests are known is told by both replays, and is the same for both.
+too. So which requests are known is told by both replays, and is the same for both. `pictures`: both kinds.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from triptych.loadgen.traces.row import TraceRow
 from triptych.loadgen.traces.trace import Trace, TraceOptions
 
 WORKLOAD = "chat-reuse"
-ALL, TEXT, KNOWN, NEW = "all", "text", "known_pictures", "new_pictures"
+ALL, TEXT, PICTURES, KNOWN, NEW = "all", "text", "pictures", "known_pictures", "new_pictures"
 KINDS = (TEXT, KNOWN, NEW)
+_ROWS_OF = {TEXT: (ALL, TEXT), KNOWN: (ALL, PICTURES, KNOWN), NEW: (ALL, PICTURES, NEW)}
 # People answer four times as quickly as the workload has it (chosen): a conversation takes 15 s instead of a minute, so that a
 # run of a minute and a half is not mostly its beginning, when all conversations are new.
 HASTE = 4.0
@@ -86,26 +87,25 @@ def _known(rows: Sequence[TraceRow], pictures: Sequence[frozenset[int]], outcome
 def figures_by_kind(
     outcomes: Iterable[RequestOutcome], kinds: Sequence[str], conditions: Conditions
 ) -> dict[str, ClassFigures]:
-    """kinds: by the index of a request. A request that was not answered has waited as long as anybody would."""
-    tallies = {kind: Tally() for kind in KINDS}
+    """Of each row that has requests. kinds: by the index of a request. A request that was not answered has waited as long as
+    anybody would."""
+    tallies = {row: Tally() for row in (ALL, TEXT, PICTURES, KNOWN, NEW)}
     for outcome in outcomes:
         if outcome.is_warm_up:
             continue
-        tally = tallies[kinds[outcome.index]]
         # A failed request tells no size to scale limits with; it has missed whatever they are
         sized = outcome if outcome.error is None else replace(outcome, num_prompt_tokens=1)
-        tally.add(outcome, conditions.class_wide_limits(outcome), conditions.own_scaled_limits(sized))
-        if outcome.error is not None:
-            tally.ttft_s.add(REQUEST_TIMEOUT_S)
-    whole = Tally()
-    for tally in tallies.values():
-        whole += tally
-    every = {ALL: whole} | {kind: tally for kind, tally in tallies.items() if tally.num_requests}
-    return {name: tally.figures(name, whole.run.length_s, whole.arrivals.length_s) for name, tally in every.items()}
+        limits = conditions.class_wide_limits(outcome), conditions.own_scaled_limits(sized)
+        for row in _ROWS_OF[kinds[outcome.index]]:
+            tallies[row].add(outcome, *limits)
+            if outcome.error is not None:
+                tallies[row].ttft_s.add(REQUEST_TIMEOUT_S)
+    run_s, arrivals_s = tallies[ALL].run.length_s, tallies[ALL].arrivals.length_s
+    return {row: tally.figures(row, run_s, arrivals_s) for row, tally in tallies.items() if tally.num_requests}
 
 
 def flat(figures: Mapping[str, ClassFigures]) -> Iterator[tuple[str, float]]:
-    """As KIND_FIGURE: latencies and use of the cache of each kind, goodput of all."""
+    """As ROW_FIGURE: latencies and use of the cache of each row, goodput of all."""
     for kind, found in figures.items():
         yield f"{kind}_requests", found.num_requests
         latencies = {"ttft": found.ttft_s, "tbt": found.tbt_request_mean_s, "e2e": found.e2e_s}

@@ -19,6 +19,8 @@ from triptych.shared.engine.api import Chunk
 from triptych.shared.engine.isolate import as_typed, run_isolated
 from triptych.shared.engine.rate import Rate
 from triptych.shared.engine.role import settle
+from triptych.shared.engine.shared_cores import Rank
+from triptych.shared.engine.thread import Turn
 from triptych.shared.messages import KvRef
 from triptych.shared.policies.decode_pace import DecodePace
 
@@ -110,7 +112,7 @@ class DecodeBatch:
         self._enter(batch)
         began_s = time.monotonic()
         try:
-            outcomes = await self._outcomes(batch, num_ahead, step.patience_s)
+            outcomes = await self._outcomes(batch, num_ahead, Turn(Rank.LAST, step.for_long_s, step.for_brief_s))
         finally:
             self._exit(batch)
         ended_at_s = time.monotonic()
@@ -129,11 +131,10 @@ class DecodeBatch:
             self._on_outcome(job, outcome)
         return True
 
-    async def _outcomes(self, batch: list[DecodeJob], num_ahead: int, patience_s: float) -> Sequence[Outcome]:
-        """patience_s: with those who compute first tokens."""
+    async def _outcomes(self, batch: list[DecodeJob], num_ahead: int, turn: Turn) -> Sequence[Outcome]:
         ahead = self._context.steps_ahead
         if ahead is None or not num_ahead:
-            return await self._context.compute(self._compute, batch, patience_s)
+            return await self._context.compute(self._compute, batch, turn)
         return await ahead.run([job.sequence for job in batch], num_ahead)
 
     def fail_all(self, error: Exception) -> None:

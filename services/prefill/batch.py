@@ -18,6 +18,8 @@ from triptych.shared.engine.api import Chunk
 from triptych.shared.engine.isolate import as_typed, run_isolated
 from triptych.shared.engine.rate import Rate
 from triptych.shared.engine.role import settle
+from triptych.shared.engine.shared_cores import Rank
+from triptych.shared.engine.thread import Turn
 from triptych.shared.policies.batching import chunk_sizes
 
 
@@ -67,8 +69,9 @@ class PrefillBatch:
             job.is_in_step = True
         num_before = [job.sequence.num_computed_tokens for job, _ in batch]
         began_s = time.monotonic()
+        rank = Rank.LONG if any(job.takes_long for job, _ in batch) else Rank.BRIEF
         try:
-            outcomes = await self._context.compute(self._compute, batch)
+            outcomes = await self._context.compute(self._compute, batch, Turn(rank))
         finally:
             for (job, _), num_computed_tokens in zip(batch, num_before, strict=True):
                 job.is_in_step = False

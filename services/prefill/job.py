@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from triptych.cache.block_keys import BlockChain
 from triptych.services.prefill.inputs import PromptInputs
 from triptych.shared.engine.api import Sequence
+from triptych.shared.policies.batching import MAX_BRIEF_TOKENS
 
 if TYPE_CHECKING:  # only named, never computed with: emulated instances run without torch
     import torch
@@ -60,6 +61,11 @@ class PrefillJob:
     def num_pending_tokens(self) -> int:
         """Not computed, nor expected to be cached."""
         return self.num_tokens - max(self.sequence.num_computed_tokens, self.num_cached_tokens)
+
+    @property
+    def takes_long(self) -> bool:
+        """All of it that has to be computed."""
+        return self.num_tokens - self.num_cached_tokens > MAX_BRIEF_TOKENS
 
     def num_ready(self, num_computed: int, attends_to_all: bool) -> int:
         """How many tokens can be computed after the first num_computed: up to the first image that has not landed."""

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable
 from itertools import accumulate
 from typing import ParamSpec, TypeVar
 
+from triptych.shared.engine.thread import Turn
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -54,7 +56,7 @@ class EmulatedCalls:
             finally:
                 await self._end(began_s + self._spent_s)
 
-    async def run_patiently(self, patience_s: float, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    async def run_in_turn(self, turn: Turn, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         return await self.run(fn, *args, **kwargs)
 
     async def run_steps(self, steps_s: Iterable[float]) -> int:

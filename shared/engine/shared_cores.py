@@ -1,8 +1,8 @@
 """Which engines on this machine compute at the moment, so that each takes the cores that the others leave to it.
 
 Each has bytes of its own in a file that all of a user's engines here know, and locks as many as it has threads, while it
-computes: in the first half of the file, or in the second, when what it does can wait. Nobody waits for a lock, and the system
-takes back what a dead process held. Linux's locks of open files are what this needs.
+computes, in that part of the file which is for what it computes. Nobody waits for a lock, and the system takes back what a dead
+process held. Linux's locks of open files are what this needs.
 """
 
 from __future__ import annotations
@@ -13,19 +13,28 @@ import secrets
 import struct
 import tempfile
 from collections.abc import Callable
+from enum import IntEnum
 from pathlib import Path
 from typing import Protocol
 
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of Linux: type, whence, start, length, pid
 _PLACE_BITS = 48  # chosen: no two engines ever meet, and offsets of files have 63
-_HALF, _END = 1 << 49, 1 << 50  # of all places
+_PART = 1 << 49  # of the file: all places of one rank
+
+
+class Rank(IntEnum):
+    """What somebody computes: a first token that takes long, one that does not, or what can wait for both."""
+
+    LONG = 0
+    BRIEF = 1
+    LAST = 2
 
 
 class Cores(Protocol):
     """What an engine computes with."""
 
-    def take(self, can_wait: bool = False) -> None:
-        """Compute from now on; on its thread: with what others leave. can_wait: others may as well be first."""
+    def take(self, rank: Rank = Rank.LONG) -> None:
+        """Compute from now on; on its thread: with what others leave."""
         ...
 
     def take_again(self) -> None:
@@ -36,8 +45,8 @@ class Cores(Protocol):
         """A computation is over: the cores are kept for one that may follow at once, but others may be first."""
         ...
 
-    def others_hurry(self) -> bool:
-        """Others compute what can not wait."""
+    def others_compute(self, rank: Rank) -> bool:
+        """Something of that rank."""
         ...
 
     def leave(self) -> None:
@@ -48,7 +57,7 @@ class Cores(Protocol):
 class OwnCores:
     """Implements Cores, of an engine whose number of threads stays."""
 
-    def take(self, can_wait: bool = False) -> None:
+    def take(self, rank: Rank = Rank.LONG) -> None:
         """It has what it needs."""
 
     def take_again(self) -> None:
@@ -57,7 +66,7 @@ class OwnCores:
     def rest(self) -> None:
         """Nobody else wants them."""
 
-    def others_hurry(self) -> bool:
+    def others_compute(self, rank: Rank) -> bool:
         return False
 
     def leave(self) -> None:
@@ -93,15 +102,15 @@ class SharedCores:
         self._set_num_threads = set_num_threads
         self._num_threads = 0
         self._place = secrets.randbits(_PLACE_BITS)
-        self._can_wait = False
+        self._rank = Rank.LONG
         self.leave()
 
-    def take(self, can_wait: bool = False) -> None:
-        self._move(can_wait)
+    def take(self, rank: Rank = Rank.LONG) -> None:
+        self._move(rank)
         self.take_again()
 
     def take_again(self) -> None:
-        used = self._used(0, _END)
+        used = self._used(0, len(Rank) * _PART)
         num_idle = self._num_cores - sum(used)
         num_threads = max(self._least, min(num_idle, self._num_cores // (1 + len(used))))
         self._lock(fcntl.F_WRLCK, 0, num_threads)
@@ -112,11 +121,11 @@ class SharedCores:
             self._num_threads = num_threads
 
     def rest(self) -> None:
-        self._move(True)
+        self._move(Rank.LAST)
         self._lock(fcntl.F_WRLCK, 0, self._num_threads)
 
-    def others_hurry(self) -> bool:
-        return bool(self._used(0, _HALF))
+    def others_compute(self, rank: Rank) -> bool:
+        return bool(self._used(rank * _PART, (rank + 1) * _PART))
 
     def leave(self) -> None:
         self._lock(fcntl.F_UNLCK, 0, max(self._num_cores, self._least))
@@ -125,14 +134,14 @@ class SharedCores:
         """As the system does for a process that has ended."""
         os.close(self._file)
 
-    def _move(self, can_wait: bool) -> None:
-        if can_wait != self._can_wait:
+    def _move(self, rank: Rank) -> None:
+        if rank != self._rank:
             self.leave()
-            self._can_wait = can_wait
+            self._rank = rank
 
     def _lock(self, kind: int, begin: int, end: int) -> None:
         """The bytes of so many threads."""
-        place = self._place + (_HALF if self._can_wait else 0)
+        place = self._place + self._rank * _PART
         self._ask(fcntl.F_OFD_SETLK, kind, place + begin, end - begin)
 
     def _used(self, begin: int, end: int) -> list[int]:

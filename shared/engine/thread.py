@@ -7,14 +7,33 @@ import functools
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import ParamSpec, Protocol, TypeVar
 
-from triptych.shared.engine.shared_cores import Cores, OwnCores
+from triptych.shared.engine.shared_cores import Cores, OwnCores, Rank
 
-POLL_S = 0.005  # chosen: of asking whether others still hurry, which takes some microseconds
+POLL_S = 0.005  # chosen: of asking whether others still compute, which takes some microseconds
 LINGER_S = 0.01  # chosen: longer than the event loop takes from one step to the next, in which an engine computes on
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Of a call, on a machine whose cores engines share. for_long_s, for_brief_s: others who compute first tokens go first, for
+    so long at most, where these take long and where they do not."""
+
+    rank: Rank = Rank.LONG
+    for_long_s: float = 0.0
+    for_brief_s: float = 0.0
+
+    def gives_way(self, cores: Cores, waited_s: float) -> bool:
+        return (waited_s < self.for_long_s and cores.others_compute(Rank.LONG)) or (
+            waited_s < self.for_brief_s and cores.others_compute(Rank.BRIEF)
+        )
+
+
+FIRST_TURN = Turn()
 
 
 class EngineCalls(Protocol):
@@ -25,8 +44,8 @@ class EngineCalls(Protocol):
         CancelledError goes on: whatever it touches may be freed only then."""
         ...
 
-    async def run_patiently(self, patience_s: float, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """The same, but on a machine whose cores engines share others go first, for patience_s at most."""
+    async def run_in_turn(self, turn: Turn, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """The same, but for when it is its turn."""
         ...
 
     def close(self) -> None:
@@ -44,33 +63,31 @@ class EngineThread:
         self._leaving: asyncio.TimerHandle | None = None
 
     async def run(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await self._counted(False, functools.partial(fn, *args, **kwargs))
+        return await self.run_in_turn(FIRST_TURN, fn, *args, **kwargs)
 
-    async def run_patiently(self, patience_s: float, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        await self._give_way(time.monotonic() + patience_s)
-        return await self._counted(True, functools.partial(fn, *args, **kwargs))
-
-    async def _give_way(self, until_s: float) -> None:
-        while (left_s := until_s - time.monotonic()) > 0 and self.cores.others_hurry():
+    async def run_in_turn(self, turn: Turn, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        began_s = time.monotonic()
+        while turn.gives_way(self.cores, time.monotonic() - began_s):
             if not self._num_calls:
                 self.cores.leave()
-            await asyncio.sleep(min(POLL_S, left_s))
+            await asyncio.sleep(POLL_S)
+        return await self._counted(turn.rank, functools.partial(fn, *args, **kwargs))
 
-    async def _counted(self, can_wait: bool, call: Callable[[], T]) -> T:
+    async def _counted(self, rank: Rank, call: Callable[[], T]) -> T:
         self._num_calls += 1
         if self._leaving is not None:
             self._leaving.cancel()
             self._leaving = None
         try:
-            return await self._called(can_wait, call)
+            return await self._called(rank, call)
         finally:
             self._num_calls -= 1
             if not self._num_calls:
                 self._leaving = asyncio.get_running_loop().call_later(LINGER_S, self.cores.leave)
 
-    async def _called(self, can_wait: bool, call: Callable[[], T]) -> T:
+    async def _called(self, rank: Rank, call: Callable[[], T]) -> T:
         def call_with_cores() -> T:
-            self.cores.take(can_wait)
+            self.cores.take(rank)
             try:
                 return call()
             finally:

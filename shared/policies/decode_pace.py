@@ -1,9 +1,9 @@
 """Who of a running batch gets a token in a step, and how long the step may let others compute first.
 
 Ours. With a target for the mean time between a request's tokens, each token is due a target's time after the one before. An
-output can spare what it is ahead by, and what it can catch up with its next tokens. Where not all can be in time, the older
-ones stay so, rather than that all are late by a little: a step takes longer the more outputs are in it. Pure; used by the
-decode role.
+output can spare what it is ahead by for every first token, and for those that take long also what it can catch up with its
+next tokens. Where not all can be in time, the older ones stay so, rather than that all are late by a little: a step takes
+longer the more outputs are in it. Pure; used by the decode role.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ MARGIN = 0.9  # chosen, of the target: tokens still have a way to go to their re
 NUM_TO_CATCH_UP = 24  # chosen: tokens in which an output may get in time again; most have as many to come
 MAX_PATIENCE_S = 0.5  # chosen: no output should stand still for longer, whatever its mean is
 UNTARGETED_PATIENCE_S = 0.1  # chosen
+LEAST_FOR_LONG = 0.5  # chosen, of a step's time: what is waited for first tokens that take long, even where outputs are late
 LOST_S = 1.0  # chosen: an output that is later than this is not expected to be in time again
 MAX_SKIPPED_S = 1.0  # chosen: the longest time without a token for those who make way
 FIXED_COST = 6.0  # of a step, in outputs: measured for 1 to 16 of 800 tokens, one core (17, 27, 43 ms for 4, 8, 16)
@@ -43,10 +44,12 @@ Output = TypeVar("Output", bound=Paced)
 
 @dataclass(frozen=True, slots=True)
 class Step(Generic[Output]):
-    """outputs: that get a token. patience_s: how long it may wait for others who hurry."""
+    """outputs: that get a token. for_long_s, for_brief_s: how long it may wait for first tokens that take long, and for those
+    that do not."""
 
     outputs: list[Output]
-    patience_s: float
+    for_long_s: float
+    for_brief_s: float
 
 
 class DecodePace:
@@ -69,12 +72,19 @@ class DecodePace:
         """outputs: all that could get a token, oldest first."""
         slack_s = self._least_slack_s(outputs, now_s) if self._tbt_s and self._unit_s else None
         if slack_s is None:
-            return Step(list(outputs), self._untargeted_s())
+            return Step(list(outputs), self._untargeted_s(), self._untargeted_s())
         if slack_s >= 0:
-            return Step(list(outputs), min(slack_s, MAX_PATIENCE_S))
+            return self._waiting(outputs, now_s)
         first = sorted(outputs, key=lambda output: self._rank(output, now_s))
-        chosen = first[: max(int(self._tbt_s / self._unit_s - FIXED_COST), 1)]
-        return Step(chosen, min(max(self._least_slack_s(chosen, now_s) or 0.0, 0.0), MAX_PATIENCE_S))
+        return self._waiting(first[: max(int(self._tbt_s / self._unit_s - FIXED_COST), 1)], now_s)
+
+    def _waiting(self, outputs: Sequence[Output], now_s: float) -> Step[Output]:
+        """As long as the one that can spare least can, and for what takes long its share in any case."""
+        for_long_s, for_brief_s = (
+            min(max(self._least_slack_s(outputs, now_s, num_tokens) or 0.0, 0.0), MAX_PATIENCE_S)
+            for num_tokens in (NUM_TO_CATCH_UP, 0)
+        )
+        return Step(list(outputs), max(for_long_s, LEAST_FOR_LONG * self._untargeted_s()), for_brief_s)
 
     def _untargeted_s(self) -> float:
         """Steps get half of the time at least."""
@@ -86,12 +96,13 @@ class DecodePace:
     def _due_s(self, output: Paced) -> float:
         return output.arrived_at_s + (output.num_made + 1) * self._tbt_s
 
-    def _least_slack_s(self, outputs: Sequence[Paced], now_s: float) -> float | None:
-        """Until a step with all of these must begin for those that can be in time; None: none can."""
+    def _least_slack_s(self, outputs: Sequence[Paced], now_s: float, num_to_catch_up: int = NUM_TO_CATCH_UP) -> float | None:
+        """Until a step with all of these must begin for those that can be in time; None: none can. num_to_catch_up: of the
+        tokens to come, those that may make up for it."""
         step_s = self._step_s(len(outputs))
         gain_s = max(self._tbt_s - step_s, 0.0)  # with each token that does not wait
         slacks_s = (
-            due_s - now_s - step_s + gain_s * min(output.num_to_come - 1, NUM_TO_CATCH_UP)
+            due_s - now_s - step_s + gain_s * min(output.num_to_come - 1, num_to_catch_up)
             for output in outputs
             if now_s - (due_s := self._due_s(output)) <= LOST_S
         )

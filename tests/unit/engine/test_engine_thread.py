@@ -13,7 +13,8 @@ import pytest
 from triptych.shared.engine import loop as loop_module
 from triptych.shared.engine.isolate import as_typed, each_alone
 from triptych.shared.engine.loop import StepLoop
-from triptych.shared.engine.thread import POLL_S, EngineThread
+from triptych.shared.engine.shared_cores import Rank
+from triptych.shared.engine.thread import POLL_S, EngineThread, Turn
 from triptych.shared.errors import BadRequest, InternalError
 
 TIMEOUT_S = 5.0
@@ -60,9 +61,9 @@ class Watched:
     def __init__(self) -> None:
         self.seen: list[str | int] = []
         self.has_left = asyncio.Event()
-        self.num_hurried = 0  # how often others will be said to hurry
+        self.others: list[Rank] = []
 
-    def take(self, can_wait: bool = False) -> None:
+    def take(self, rank: Rank = Rank.LONG) -> None:
         self.seen.append(threading.get_ident())
 
     def take_again(self) -> None:
@@ -71,9 +72,8 @@ class Watched:
     def rest(self) -> None:
         self.seen.append("rests")
 
-    def others_hurry(self) -> bool:
-        self.num_hurried -= 1
-        return self.num_hurried >= 0
+    def others_compute(self, rank: Rank) -> bool:
+        return rank in self.others
 
     def leave(self) -> None:
         self.seen.append("left")
@@ -91,22 +91,28 @@ async def test_an_engine_holds_its_cores_from_step_to_step_and_leaves_them_once_
     thread.close()
 
 
-async def test_a_patient_call_lets_others_be_first_until_its_patience_ends() -> None:
+@pytest.mark.parametrize("others", [Rank.LONG, Rank.BRIEF])
+async def test_a_call_lets_others_be_first_for_as_long_as_it_is_told(others: Rank) -> None:
     thread, cores = EngineThread(), Watched()
-    thread.cores = cores
-    cores.num_hurried = 1_000_000
+    thread.cores, cores.others = cores, [others]
+
+    def turn(wait_s: float, wait_for_the_rest_s: float) -> Turn:
+        waits_s = (wait_s, wait_for_the_rest_s) if others == Rank.LONG else (wait_for_the_rest_s, wait_s)
+        return Turn(Rank.LAST, *waits_s)
+
     async with asyncio.timeout(TIMEOUT_S):
-        ident = await thread.run_patiently(0.0, threading.get_ident)
-        assert cores.seen == [ident, "rests"], "it has none"
+        ident = await thread.run_in_turn(turn(0.0, math.inf), threading.get_ident)
+        assert cores.seen == [ident, "rests"], "those that it would wait for are not there"
         cores.seen.clear()
         began_s = time.monotonic()
-        await thread.run_patiently(2 * POLL_S, lambda: None)
+        await thread.run_in_turn(turn(2 * POLL_S, 0.0), lambda: None)
         assert time.monotonic() - began_s >= 2 * POLL_S
         assert cores.seen[0] == "left", "it keeps nothing from them meanwhile"
         assert cores.seen[-2:] == [ident, "rests"]
-        cores.num_hurried = 1
-        await thread.run_patiently(math.inf, lambda: None)
-        assert cores.num_hurried == -1, "no longer than others hurry"
+        waiting = asyncio.create_task(thread.run_in_turn(turn(math.inf, 0.0), lambda: None))
+        assert not (await asyncio.wait([waiting], timeout=3 * POLL_S))[0], "no longer than others compute, but as long"
+        cores.others = []
+        await waiting
     thread.close()
 
 

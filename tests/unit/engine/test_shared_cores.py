@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from triptych.shared.engine.shared_cores import SharedCores
+from triptych.shared.engine.shared_cores import Rank, SharedCores
 
 
 class Engine:
@@ -37,23 +37,29 @@ def test_those_that_compute_share_the_cores(tmp_path: Path) -> None:
     assert first.num_threads == [8, 4, 2, 4, 8], "told when it changes"
 
 
-def test_who_can_wait_sees_who_hurries(tmp_path: Path) -> None:
+def test_who_can_wait_sees_what_others_compute(tmp_path: Path) -> None:
     first, second = (Engine(tmp_path / "cores", 8) for _ in range(2))
-    first.cores.take(can_wait=True)
-    assert not second.cores.others_hurry()
+
+    def seen(engine: Engine) -> list[Rank]:
+        return [rank for rank in Rank if engine.cores.others_compute(rank)]
+
+    first.cores.take(Rank.LAST)
+    assert seen(second) == [Rank.LAST]
     assert second.take() == 1, "who can wait takes cores all the same"
-    assert first.cores.others_hurry()
-    assert not second.cores.others_hurry(), "its own lock is none of another"
+    assert seen(first) == [Rank.LONG]
+    assert seen(second) == [Rank.LAST], "its own lock is none of another"
+    second.cores.take(Rank.BRIEF)
+    assert seen(first) == [Rank.BRIEF]
     second.cores.rest()
-    assert not first.cores.others_hurry()
+    assert seen(first) == [Rank.LAST], "what follows may not hurry"
     first.cores.take_again()
     assert first.num_threads[-1] == 4, "they are kept for what follows"
     second.cores.take_again()
-    assert not first.cores.others_hurry(), "going on is as before"
+    assert seen(first) == [Rank.LAST], "going on is as before"
     second.take()
-    assert first.cores.others_hurry()
+    assert seen(first) == [Rank.LONG]
     second.cores.leave()
-    assert not first.cores.others_hurry()
+    assert not seen(first)
 
 
 def test_the_least_is_had_whoever_else_computes(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from triptych.shared.policies.decode_pace import (
     FIXED_COST,
+    LEAST_FOR_LONG,
     LOST_S,
     MARGIN,
     MAX_PATIENCE_S,
@@ -64,12 +65,12 @@ def decoded(pace: DecodePace, outputs: list[Output]) -> list[float]:
 
 def test_without_a_target_all_go_and_steps_get_half_of_the_time() -> None:
     pace, outputs = DecodePace(0.0), [Output(0.0), Output(0.0)]
-    assert pace.next_step(outputs, 1.0).patience_s == 0, "nothing was measured"
+    assert pace.next_step(outputs, 1.0).for_long_s == 0, "nothing was measured"
     pace.note(2, 0.03)
     step = pace.next_step(outputs, 1.0)
-    assert (step.outputs, step.patience_s) == (outputs, 0.03)
+    assert (step.outputs, step.for_long_s, step.for_brief_s) == (outputs, 0.03, 0.03)
     pace.note(2, 3.0)
-    assert pace.next_step(outputs, 1.0).patience_s == UNTARGETED_PATIENCE_S
+    assert pace.next_step(outputs, 1.0).for_long_s == UNTARGETED_PATIENCE_S
 
 
 def test_outputs_that_are_ahead_can_spare_it() -> None:
@@ -77,22 +78,27 @@ def test_outputs_that_are_ahead_can_spare_it() -> None:
     spare_s = 10 * MARGIN * TBT_S - 0.7 - step_s(2)
     step = paced().next_step(outputs, 0.7)
     assert step.outputs == outputs
-    assert abs(step.patience_s - spare_s) < 1e-9, "what the one that is least ahead can"
-    assert paced().next_step(outputs, 0.0).patience_s == MAX_PATIENCE_S
+    assert abs(step.for_brief_s - spare_s) < 1e-9, "what the one that is least ahead can"
+    assert paced().next_step(outputs, 0.0).for_long_s == MAX_PATIENCE_S
 
 
 def test_outputs_can_spare_what_they_will_catch_up() -> None:
     def patience_s(num_to_come: int) -> float:
-        return paced().next_step([Output(0.0, num_to_come=num_to_come), Output(0.0, num_to_come=100)], 0.0).patience_s
+        return paced().next_step([Output(0.0, num_to_come=num_to_come), Output(0.0, num_to_come=100)], 0.0).for_long_s
 
     gain_s = MARGIN * TBT_S - step_s(2)
+    step = paced().next_step([Output(0.0, num_to_come=100)] * 2, 0.0)
+    assert abs(step.for_brief_s - gain_s) < 1e-9, "not for those that are soon there anyway"
     assert abs(patience_s(1) - gain_s) < 1e-9, "one that ends now can't"
     assert abs(patience_s(3) - 3 * gain_s) < 1e-9
     assert patience_s(100) == MAX_PATIENCE_S
 
 
-def test_who_is_late_waits_for_nobody() -> None:
-    assert paced().next_step([Output(0.0, num_made=10), Output(0.0, num_made=5)], 0.7).patience_s == 0
+def test_who_is_late_waits_for_what_takes_long_alone() -> None:
+    """Which would else take twice as long: what it is as late by anyway is less."""
+    step = paced().next_step([Output(0.0, num_made=10), Output(0.0, num_made=5)], 0.7)
+    assert step.for_brief_s == 0
+    assert abs(step.for_long_s - LEAST_FOR_LONG * step_s(4)) < 1e-9
 
 
 def test_of_too_many_the_older_ones_stay_in_time() -> None:
@@ -115,8 +121,8 @@ def test_who_will_be_late_anyway_holds_up_nobody() -> None:
     outputs = [Output(-LOST_S - 2 * TBT_S), Output(0.0, num_made=5)]
     step = paced().next_step(outputs, 0.1)
     assert step.outputs == outputs, "there is time for both"
-    assert step.patience_s > 0
-    assert paced().next_step(outputs[:1], 0.1).patience_s == min(step_s(4), UNTARGETED_PATIENCE_S), "as without a target"
+    assert step.for_long_s > 0
+    assert paced().next_step(outputs[:1], 0.1).for_long_s == min(step_s(4), UNTARGETED_PATIENCE_S), "as without a target"
 
 
 @given(
@@ -134,4 +140,4 @@ def test_somebody_always_goes_and_no_wait_is_long(outputs: list[Output], now_s: 
     assert step.outputs
     assert len(set(map(id, step.outputs))) == len(step.outputs)
     assert all(output in outputs for output in step.outputs)
-    assert 0 <= step.patience_s <= MAX_PATIENCE_S
+    assert 0 <= step.for_long_s <= MAX_PATIENCE_S
