@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import msgspec
 import structlog
@@ -76,6 +76,7 @@ class RedisIndex:
         self._images: dict[bytes, ImageInfo] = {}
         self._asking: set[asyncio.Future[Any]] = set()
         self._has_hints = asyncio.Event()
+        self._is_closed = False
         self._publisher = asyncio.create_task(self._publish())
 
     async def identify(self, file_keys: Sequence[bytes]) -> list[ImageInfo | None]:
@@ -106,6 +107,8 @@ class RedisIndex:
         self._tell(holder, kind, keys, is_held=False)
 
     async def close(self) -> None:
+        self._is_closed = True
+        self._has_hints.set()
         self._publisher.cancel()
         await asyncio.gather(self._publisher, *self._asking, return_exceptions=True)
         await self._redis.aclose()
@@ -161,7 +164,7 @@ class RedisIndex:
 
     async def _publish(self) -> None:
         """A full server may refuse hints and answer questions: these failures don't keep anyone from asking."""
-        while True:
+        while not self._is_closed:  # redis-py may swallow what cancels it
             await self._has_hints.wait()
             await asyncio.sleep(HINT_DELAY_S)
             try:
@@ -183,18 +186,23 @@ class RedisIndex:
             _forget(self._images, images)
 
     async def _send_facts(self, facts: dict[_Fact, bool]) -> None:
-        for holder in dict.fromkeys(holder for holder, _, _ in facts):
-            digests = [
-                b"".join(key for (who, what, key), held in facts.items() if who == holder and what == kind and held == is_held)
-                for kind in ("kv", "embeddings")
-                for is_held in (True, False)
-            ]
-            args: Any = [holder, self._ttl_s, MAX_HOLDERS, *digests]
+        for holder, digests in _by_holder(facts).items():
+            args: Any = [holder, self._ttl_s, MAX_HOLDERS, *(b"".join(keys) for keys in digests.values())]
             await self._update(keys=[self._prefix], args=args)
         _forget(self._facts, facts)
 
     def _file_name(self, file_key: bytes) -> bytes:
         return self._prefix + b"f" + file_key
+
+
+def _by_holder(facts: Mapping[_Fact, bool]) -> dict[InstanceId, dict[tuple[Kind, bool], list[bytes]]]:
+    """Keys of all that is held and not held any more, in the order of the script's arguments."""
+    found: dict[InstanceId, dict[tuple[Kind, bool], list[bytes]]] = {}
+    for (holder, kind, key), is_held in facts.items():
+        if holder not in found:
+            found[holder] = {(one, held): [] for one in get_args(Kind) for held in (True, False)}
+        found[holder][kind, is_held].append(key)
+    return found
 
 
 def _connect(url: str) -> Redis:

@@ -32,9 +32,9 @@ def open_engine(settings: Settings, num_threads: int) -> TorchEngine:
     return load_engine(open_checkpoint(settings.model, settings.model_name), settings)
 
 
-def share_cores(engine: TorchEngine, thread: EngineThread, least: int) -> None:
+def share_cores(engine: TorchEngine, thread: EngineThread, path: str, least: int) -> None:
     """From now on the engine computes with the cores that others leave to it; at least so many."""
-    thread.cores = shared_cores(num_cores(), least, torch.set_num_threads)
+    thread.cores = shared_cores(path, num_cores(), least, torch.set_num_threads)
     engine.share_cores(thread.cores)
 
 

@@ -17,7 +17,7 @@ from triptych.shared.engine.api import Engine
 from triptych.shared.engine.emulated_steps import EmulatedSteps
 from triptych.shared.engine.health import EngineHealth
 from triptych.shared.engine.kv_blocks import KvBlocks
-from triptych.shared.engine.thread import FIRST_TURN, EngineCalls, Turn
+from triptych.shared.engine.thread import EngineCalls, Turn
 from triptych.shared.errors import DeadlineExceeded, InstanceLost
 from triptych.shared.instance_info import TransportAddress
 from triptych.shared.messages import Event, InstanceId, Message, Reply, Role, TensorRef
@@ -62,7 +62,7 @@ class HostContext:
     host_memory: Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
     steps_ahead: EmulatedSteps | None
 
-    async def compute(self, call: Callable[[B], list[T]], batch: B, turn: Turn = FIRST_TURN) -> list[T]:
+    async def compute(self, call: Callable[[B], list[T]], batch: B, turn: Turn) -> list[T]:
         """call(batch) as an engine call; what came of each item, results and exceptions."""
         outcomes = await self.thread.run_in_turn(turn, call, batch)
         self.health.note(outcomes)

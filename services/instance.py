@@ -117,7 +117,7 @@ class InstanceService:
 
         engine = await self._thread.run(open_engine, self._settings, num_threads(self._settings))
         if isinstance(self._thread, EngineThread) and not self._settings.threads and self._settings.device == "cpu":
-            share_cores(engine, self._thread, num_threads(self._settings))
+            share_cores(engine, self._thread, self._settings.cores_file, num_threads(self._settings))
         return await open_host(self._frame, engine, self._thread, self._tasks)
 
     async def handle(self, request: InstanceRequest) -> Message | None:

@@ -38,6 +38,7 @@ class Settings(BaseSettings):
 
     # the engine
     threads: int = Field(0, ge=0, description="torch threads of an instance; 0: the cores on which no other one computes")
+    cores_file: str = Field("", description="where engines that share cores find each other; empty: one of the user's own")
     engine_instances: int = Field(3, ge=1, description="engine instances on this machine: how few threads one has at least")
     block_size: int = Field(16, ge=1, le=256, description="tokens per KV block")
     kv_cache_bytes: int = Field(256 << 20, ge=1 << 16, description="memory of one instance's KV pool")

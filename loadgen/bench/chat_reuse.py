@@ -29,7 +29,7 @@ ALL, TEXT, PICTURES, KNOWN, NEW = "all", "text", "pictures", "known_pictures", "
 KINDS = (TEXT, KNOWN, NEW)
 _ROWS_OF = {TEXT: (ALL, TEXT), KNOWN: (ALL, PICTURES, KNOWN), NEW: (ALL, PICTURES, NEW)}
 # People answer four times as quickly as the workload has it (chosen): a conversation takes 15 s instead of a minute, so that a
-# run of a minute and a half is not mostly its beginning, when all conversations are new.
+# run of some minutes is not mostly its beginning, when all conversations are new.
 HASTE = 4.0
 MAX_IMAGES = 2  # of a prompt, in this workload
 

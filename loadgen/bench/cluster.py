@@ -55,11 +55,12 @@ SLO_FACTOR = 5
 ISOLATED_SPAN_S = 600.0  # of the workload, whose sizes are looked at
 ISOLATED_SEED = 1000  # and all above: contents that nothing measured later has
 MAX_MODEL_LEN = 8192  # chosen: twice the workload's longest prompt
-# Of both servers in all, so that neither has to evict: ours divides them among prefill and decode. Chosen
-KV_CACHE_BYTES = 2 << 30
+# Of each server in all; ours divides them among prefill and decode. Chosen, so that neither has to evict: a replay of 180 s at
+# 5.5 requests/s has some 166,000 distinct tokens of 10 KiB
+KV_CACHE_BYTES = 4 << 30
 OUR_OPTIONS = {"--policy": "triptych", "--kv-cache-bytes": KV_CACHE_BYTES // 2, "--max-model-len": MAX_MODEL_LEN}
 KNEE_ATTAINMENT = 0.9  # DistServe's (arXiv 2401.09670), of the own-scaled SLO
-NUM_PAST_KNEE = 2  # rates that are too much for vLLM: whoever can do more shows it at these
+NUM_PAST_KNEE = 2  # rates above its knee: whoever can do more shows it at these
 NUM_AROUND_KNEE = 3  # rates that bars are about: the last ones
 SEEDS_APART = 100  # of one rate and the next
 MIN_NEW = 6  # chosen: requests with new pictures in a replay, else a percentile of theirs tells nothing
@@ -127,7 +128,7 @@ async def bench_cluster(options: ClusterOptions, plan: Plan) -> Report:
         "slo": f"{SLO_FACTOR}x isolated at vLLM",
         "isolated_ttft_s": {name: isolated.ttft_s for name, isolated in bench.isolated.items()},
         "isolated_tbt_s": {name: isolated.tbt_s for name, isolated in bench.isolated.items()},
-        "knee_per_s": bench.knee_per_s,
+        "knee_per_s": knee_of(bench.found),
         "kv_cache_bytes": KV_CACHE_BYTES,
         "ours": " ".join(_words(our_options(bench.isolated))),
         "versions": bench.versions,
@@ -149,7 +150,6 @@ class _ClusterBench:
     folder: Path
     console: Console = field(default_factory=progress_console)
     isolated: Mapping[str, Isolated] = field(default_factory=dict)
-    knee_per_s: float | None = None
     found: Found = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     counters: dict[str, Mapping[str, int]] = field(default_factory=dict)
@@ -158,7 +158,6 @@ class _ClusterBench:
         self._tell(f"{THEIRS}: starting ...")
         async with self._vllm() as theirs:
             await self._measure_isolated(theirs)
-            num_too_much = 0
             for number, rate in enumerate(self.options.rates_per_s or self.scale.rates_per_s):
                 seed = telling_seed(rate, self.scale, first=1 + number * SEEDS_APART)
                 replays: dict[tuple[str, str], Replayed] = {}
@@ -167,13 +166,7 @@ class _ClusterBench:
                         for name in (COLD, WARM):
                             replays[name, side] = await self._replay(server, name, rate, seed)
                 self._take_in(replays, rate, seed)
-                if self.options.rates_per_s:
-                    continue
-                if not self._is_too_much(rate):
-                    self.knee_per_s = rate
-                    continue
-                num_too_much += 1
-                if num_too_much == NUM_PAST_KNEE:
+                if not self.options.rates_per_s and num_past_knee(self.found) == NUM_PAST_KNEE:
                     break
 
     def figures(self) -> dict[str, float]:
@@ -192,10 +185,6 @@ class _ClusterBench:
             self.isolated = (await prepare(http, trace, options, self._tell)).isolated
         if len(self.isolated) < len(CLASSES) or any(alone.tbt_s is None for alone in self.isolated.values()):
             raise BenchFailed("what requests take alone could not be measured")
-
-    def _is_too_much(self, rate: float) -> bool:
-        slo = self.found[COLD, rate, THEIRS][ALL].slo_own_scaled
-        return slo is None or slo.met < KNEE_ATTAINMENT
 
     async def _replay(self, server: _Server, name: str, rate: float, seed: int) -> Replayed:
         self._tell(f"{server.side}: {rate:.2f} requests/s, {name} cache ...")
@@ -267,11 +256,27 @@ def _words(options: Mapping[str, object]) -> list[str]:
     return [str(part) for option in options.items() for part in option]
 
 
+def knee_of(found: Found) -> float | None:
+    """The highest of the rates that vLLM keeps up with, with cold caches."""
+    slos = {rate: found[COLD, rate, THEIRS][ALL].slo_own_scaled for rate in _rates(found)}
+    return max((rate for rate, slo in slos.items() if slo is not None and slo.met >= KNEE_ATTAINMENT), default=None)
+
+
+def num_past_knee(found: Found) -> int:
+    """How many of the rates are above that."""
+    knee_per_s = knee_of(found) or 0.0
+    return sum(rate > knee_per_s for rate in _rates(found))
+
+
+def _rates(found: Found) -> list[float]:
+    return sorted({rate for _, rate, _ in found})
+
+
 def _bars(found: Found) -> dict[str, Bar]:
-    """TTFT at each rate, cold and warm apart. Goodput at the highest one, which is past the knee, with cold caches: where all
-    is in time for both sides, the ratio is 1."""
+    """TTFT at each rate, cold and warm apart. Goodput at the highest one with cold caches, when that is past the knee: where
+    all is in time for both sides, the ratio is 1."""
     bars: dict[str, Bar] = {}
-    around_knee = sorted({rate for _, rate, _ in found})[-NUM_AROUND_KNEE:]
+    around_knee = _rates(found)[-NUM_AROUND_KNEE:]
     for (name, rate, side), figures in found.items():
         if rate not in around_knee:
             continue
@@ -280,6 +285,8 @@ def _bars(found: Found) -> dict[str, Bar]:
             if most and theirs and ours.ttft_s and theirs.ttft_s:
                 ratio = ours.ttft_s.p99 / theirs.ttft_s.p99
                 bars[f"{name}_{row}_ttft_p99_ratio_{rate:.2f}/s"] = Bar(ratio, most, is_most=True)
+    if not num_past_knee(found):
+        return bars
     highest = around_knee[-1]
     goodput_ratio = _goodput_per_s(found, highest, OURS) / max(_goodput_per_s(found, highest, THEIRS), LEAST_PER_S)
     return bars | {f"cold_goodput_own_scaled_ratio_{highest:.2f}/s": Bar(goodput_ratio, MIN_GOODPUT_RATIO)}

@@ -45,6 +45,7 @@ class DecodeBatch:
         self.num_preemptions = 0
         self.rate = Rate()
         self._pace = DecodePace(context.settings.slo_tbt_s)
+        self._begun_at_s = 0.0  # of the step under way; when it has waited for others, after that
 
     @property
     def num_running(self) -> int:
@@ -107,18 +108,17 @@ class DecodeBatch:
         if not self._running:
             return False
         num_ahead = num_steps_ahead(self._context, self._running)
-        everybody = Step(list(self._running), 0.0, 0.0)
-        step = everybody if num_ahead else self._pace.next_step(self._running, time.monotonic())
+        step = Step(list(self._running), 0.0, 0.0) if num_ahead else self._pace.next_step(self._running, time.monotonic())
         batch = step.outputs
         self._enter(batch)
-        began_s = time.monotonic()
+        self._begun_at_s = time.monotonic()
         try:
             outcomes = await self._outcomes(batch, num_ahead, Turn(Rank.LAST, step.for_long_s, step.for_brief_s))
         finally:
             self._exit(batch)
         ended_at_s = time.monotonic()
         num_tokens = sum(1 if isinstance(outcome, Exception) else len(outcome) for outcome in outcomes)
-        self.rate.note(num_tokens, ended_at_s - began_s)
+        self.rate.note(num_tokens, ended_at_s - self._begun_at_s)
         for job, outcome in zip(batch, outcomes, strict=True):
             if job.has_left:
                 continue
@@ -208,7 +208,8 @@ class DecodeBatch:
 
     def _compute(self, batch: list[DecodeJob]) -> list[Outcome]:
         """On the engine thread: import the KV of those who joined, then one token for each."""
-        engine, began_s = self._context.engine, time.monotonic()
+        engine = self._context.engine
+        began_s = self._begun_at_s = time.monotonic()
         outcomes: list[Outcome] = []
         for job in batch:
             try:

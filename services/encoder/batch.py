@@ -14,9 +14,11 @@ from triptych.services.host_context import HostContext
 from triptych.shared.engine.isolate import as_typed, each_alone
 from triptych.shared.engine.rate import Rate
 from triptych.shared.engine.role import settle
+from triptych.shared.engine.shared_cores import Rank
+from triptych.shared.engine.thread import Turn
 from triptych.shared.image_info import ImageInfo
 from triptych.shared.messages import EncodeRequest
-from triptych.shared.policies.batching import num_to_encode
+from triptych.shared.policies.batching import is_brief, num_to_encode
 from triptych.shared.policies.queueing import NO_TARGET_SLACK_S
 
 if TYPE_CHECKING:  # only named, never computed with: emulated instances run without torch
@@ -82,8 +84,10 @@ class EncodeBatch:
         began_s = time.monotonic()
         for job in self._batch:
             job.begun_at_s = began_s
-        outcomes = await self._context.compute(self._encode, self._batch)
-        self.rate.note(sum(job.image.num_tokens for job in self._batch), time.monotonic() - began_s)
+        num_tokens = sum(job.image.num_tokens for job in self._batch)
+        rank = Rank.BRIEF if is_brief(num_tokens, self.rate.tokens_per_s) else Rank.LONG
+        outcomes = await self._context.compute(self._encode, self._batch, Turn(rank))
+        self.rate.note(num_tokens, time.monotonic() - began_s)
         for job, outcome in zip(self._batch, outcomes, strict=True):
             if isinstance(outcome, Exception):
                 settle(job.result, as_typed(outcome, "encoding the image"))

@@ -101,7 +101,7 @@ class PrefillRole:
             async with deadline(request.timeout_s):
                 return await self._prefill_one(request, job)
         except InstanceLost as error:
-            if error.code == CACHE_MISS:  # somebody was told that more of it is here
+            if error.code == CACHE_MISS and request.prefix is None:  # somebody was told that these pictures' KV is here
                 self._context.prefixes.note_stale(job.cacheable_keys)
             raise
         finally:

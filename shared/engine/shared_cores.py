@@ -33,7 +33,7 @@ class Rank(IntEnum):
 class Cores(Protocol):
     """What an engine computes with."""
 
-    def take(self, rank: Rank = Rank.LONG) -> None:
+    def take(self, rank: Rank) -> None:
         """Compute from now on; on its thread: with what others leave."""
         ...
 
@@ -57,7 +57,7 @@ class Cores(Protocol):
 class OwnCores:
     """Implements Cores, of an engine whose number of threads stays."""
 
-    def take(self, rank: Rank = Rank.LONG) -> None:
+    def take(self, rank: Rank) -> None:
         """It has what it needs."""
 
     def take_again(self) -> None:
@@ -73,13 +73,17 @@ class OwnCores:
         """Nobody to tell."""
 
 
-def shared_cores(num_cores: int, least: int, set_num_threads: Callable[[int], None]) -> Cores:
-    """Of all engines that this user has on this machine; this one's own, where the system has no such locks."""
-    path = Path(tempfile.gettempdir()) / f"triptych-{os.getuid()}.cores"
+def shared_cores(path: str, num_cores: int, least: int, set_num_threads: Callable[[int], None]) -> Cores:
+    """Of all engines that know the file: with no path, those that this user has on this machine, outside of containers. This
+    one's own, where the file cannot be had or the system has no such locks."""
     try:
-        return SharedCores(path, num_cores, least, set_num_threads)
+        return SharedCores(Path(path or _default_path()), num_cores, least, set_num_threads)
     except (OSError, AttributeError):
         return OwnCores()
+
+
+def _default_path() -> Path:
+    return Path(tempfile.gettempdir()) / f"triptych-{os.getuid()}.cores"
 
 
 class SharedCores:
@@ -102,10 +106,10 @@ class SharedCores:
         self._set_num_threads = set_num_threads
         self._num_threads = 0
         self._place = secrets.randbits(_PLACE_BITS)
-        self._rank = Rank.LONG
+        self._rank = Rank.LAST
         self.leave()
 
-    def take(self, rank: Rank = Rank.LONG) -> None:
+    def take(self, rank: Rank) -> None:
         self._move(rank)
         self.take_again()
 

@@ -23,7 +23,7 @@ class Turn:
     """Of a call, on a machine whose cores engines share. for_long_s, for_brief_s: others who compute first tokens go first, for
     so long at most, where these take long and where they do not."""
 
-    rank: Rank = Rank.LONG
+    rank: Rank
     for_long_s: float = 0.0
     for_brief_s: float = 0.0
 
@@ -33,7 +33,7 @@ class Turn:
         )
 
 
-FIRST_TURN = Turn()
+ANY_TURN = Turn(Rank.LAST)  # nobody waits for it
 
 
 class EngineCalls(Protocol):
@@ -63,7 +63,7 @@ class EngineThread:
         self._leaving: asyncio.TimerHandle | None = None
 
     async def run(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await self.run_in_turn(FIRST_TURN, fn, *args, **kwargs)
+        return await self.run_in_turn(ANY_TURN, fn, *args, **kwargs)
 
     async def run_in_turn(self, turn: Turn, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         began_s = time.monotonic()

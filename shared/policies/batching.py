@@ -8,6 +8,7 @@ from triptych.shared.messages import FinishReason
 from triptych.shared.sampling_params import SamplingParams
 
 MAX_BRIEF_TOKENS = 256  # chosen: of a prompt that is soon computed; 0.2 s of a core at the bench checkpoint's size (measured)
+MAX_BRIEF_S = 0.2  # chosen: the same of pictures, whose tokens take longer
 ENOUGH_S = 0.1  # chosen: what every pass of the vision tower costs, 5 ms on an A100 (cost_model), is 5 % of this
 
 
@@ -37,6 +38,11 @@ def num_to_encode(sizes: Sequence[int], max_tokens: int, tokens_per_s: float) ->
         tokens_per_s: of late; 0 before anything was encoded, then one goes alone.
     """
     return num_to_batch(sizes, min(max_tokens, int(ENOUGH_S * tokens_per_s)))
+
+
+def is_brief(num_tokens: int, tokens_per_s: float) -> bool:
+    """Whether so many vision tokens are soon encoded. tokens_per_s: of late; 0 before anything was encoded: nobody knows."""
+    return num_tokens <= MAX_BRIEF_S * tokens_per_s
 
 
 def chunk_sizes(num_remaining: Sequence[int], max_tokens: int) -> list[int]:

@@ -63,11 +63,11 @@ class Watched:
         self.has_left = asyncio.Event()
         self.others: list[Rank] = []
 
-    def take(self, rank: Rank = Rank.LONG) -> None:
+    def take(self, rank: Rank) -> None:
         self.seen.append(threading.get_ident())
 
     def take_again(self) -> None:
-        self.take()
+        self.take(Rank.LAST)
 
     def rest(self) -> None:
         self.seen.append("rests")

@@ -17,7 +17,7 @@ class Engine:
         self.cores = SharedCores(path, num_cores, least, self.num_threads.append)
 
     def take(self) -> int:
-        self.cores.take()
+        self.cores.take(Rank.LONG)
         return self.num_threads[-1]
 
 
