@@ -1,7 +1,8 @@
 """What a perfect pipeline takes for a request with several images: the bound that bench overlap prints. Pure.
 
-Images are encoded one by one, in order, by whichever encoder is free; the prompt is computed up to the first image that has not
-landed, and on as more land. Nothing but encoding and prefill takes time: no messages, no transfers, no queues.
+Images are encoded in order, piece by piece where they have several, by whichever encoder is free; the prompt is computed up to
+the first piece that has not landed, and on as more land. Nothing but encoding and prefill takes time: no messages, no
+transfers, no queues.
 """
 
 from __future__ import annotations
@@ -22,25 +23,28 @@ class Pipeline:
     num_encoders: int
 
     def landings_s(self, images: Sequence[ImageShape], ready_s: Sequence[float]) -> list[float]:
-        """When each image is encoded. ready_s: when its pixels are there."""
+        """When each piece is encoded, of one image after the other. ready_s: when the pixels of each image are there."""
         free_at_s = [0.0] * self.num_encoders
         landed_s = []
         for image, pixels_s in zip(images, ready_s, strict=True):
-            first = min(range(self.num_encoders), key=free_at_s.__getitem__)
-            free_at_s[first] = max(free_at_s[first], pixels_s) + self.encoder.encode_s([image])
-            landed_s.append(free_at_s[first])
+            piece_s = self.encoder.encode_s([image]) / image.num_pieces
+            for _ in range(image.num_pieces):
+                first = min(range(self.num_encoders), key=free_at_s.__getitem__)
+                free_at_s[first] = max(free_at_s[first], pixels_s) + piece_s
+                landed_s.append(free_at_s[first])
         return landed_s
 
     def first_token_s(self, images: Sequence[ImageShape], landed_s: Sequence[float], num_text_tokens: int) -> float:
-        """When the prompt is computed: the images, then the text."""
+        """When the prompt is computed: the images, then the text. landed_s: of each piece."""
+        pieces = [image.num_tokens // image.num_pieces for image in images for _ in range(image.num_pieces)]
         at_s, num_done, place = 0.0, 0, 0
-        while place < len(images):
+        while place < len(pieces):
             at_s = max(at_s, landed_s[place])
             begin = place
-            while place < len(images) and landed_s[place] <= at_s:
+            while place < len(pieces) and landed_s[place] <= at_s:
                 place += 1
-            num_new = sum(image.num_tokens for image in images[begin:place])
-            is_last = place == len(images)
+            num_new = sum(pieces[begin:place])
+            is_last = place == len(pieces)
             at_s += self.prefill.prefill_s([PrefillChunk(num_new + (num_text_tokens if is_last else 0), num_done)])
             num_done += num_new
         return at_s

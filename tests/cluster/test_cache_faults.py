@@ -211,8 +211,9 @@ async def test_answers_are_those_of_transformers(
     clients = Clients(small_cluster, cases, f"index {kind}")
     async with again_and_again(faults_of(IndexServer(small_cluster))[kind]) as counted:
         await clients.ask_all()
+        while counted["faults"] <= 3:
+            await clients.ask_all()
     judge_all([case for case, _ in clients.answers], [answer for _, answer in clients.answers], reference)
-    assert counted["faults"] > 3
     assert all(sum(counts.values()) > 0 for counts in watch.num_evicted.values()), "the pools were to be too small"
     assert clients.num_left > 5
     await until_the_index_is_back(small_cluster, next(case for case in cases if case.pictures()))

@@ -24,7 +24,7 @@ from support.watch import Watch
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
 NUM_REQUESTS = 10_000  # the acceptance list's number; every second one has a picture
-NUM_WARMUP_REQUESTS = 3_000  # chosen: until all pools are full, and what is remembered of requests for a minute is
+NUM_WARMUP_REQUESTS = 3_000  # chosen: until all pools are full, and the first entries of the index have ended
 SAMPLE_EVERY = 500
 CONCURRENCY = 16
 TIME_SCALE = 1000
@@ -32,7 +32,7 @@ TIME_SCALE = 1000
 ENV = {
     "TRIPTYCH_KV_CACHE_BYTES": str(400 << 20),
     "TRIPTYCH_EMBEDDING_CACHE_BYTES": str(8 << 20),
-    "TRIPTYCH_CACHE_TTL_S": "60",
+    "TRIPTYCH_CACHE_TTL_S": "10",
 }
 # Chosen: 7 MB over all measured requests. The router goes on to fill its table of known files (20,000, of 0.5 KB each).
 MAX_SLOPE_BYTES = 1024

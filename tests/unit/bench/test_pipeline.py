@@ -28,6 +28,14 @@ def test_eight_images_by_two_encoders() -> None:
     assert pipeline.prefill_to_encode([IMAGE] * 8) == 0.5
 
 
+def test_pieces_are_divided_among_the_encoders() -> None:
+    pipeline = Pipeline(SIMPLE, SIMPLE, 2)
+    images = [replace(IMAGE, num_tokens=3, num_pieces=3)] * 2
+    landed_s = pipeline.landings_s(images, [0.0, 0.0])
+    assert landed_s == [1, 1, 2, 2, 3, 3]
+    assert pipeline.first_token_s(images, landed_s, 0) == 1 + 6 / 2, "the prompt goes on with each"
+
+
 def test_pixels_that_come_late_and_images_that_overtake() -> None:
     pipeline = Pipeline(SIMPLE, SIMPLE, 2)
     large = replace(IMAGE, patches_per_piece=5)
@@ -46,6 +54,6 @@ def test_a_bound_is_between_the_longest_stage_and_the_barrier(pixels: list[tuple
     first_token_s = pipeline.first_token_s(images, landed_s, 20)
     compute_s = COST.prefill_s([PrefillChunk(20 + sum(image.num_tokens for image in images))])
     assert first_token_s >= max(*landed_s, compute_s)
-    overheads_s = len(images) * COST.prefill_s([PrefillChunk(1)])  # each piece reads the weights
+    overheads_s = len(landed_s) * COST.prefill_s([PrefillChunk(1)])  # each piece reads the weights
     assert first_token_s <= max(landed_s) + compute_s + overheads_s + 1e-9
-    assert first_token_s == pytest.approx(max(landed_s) + compute_s) or len(images) > 1
+    assert first_token_s == pytest.approx(max(landed_s) + compute_s) or len(landed_s) > 1

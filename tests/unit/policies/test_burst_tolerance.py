@@ -65,7 +65,7 @@ def test_more_idle_instances_take_nothing_from_anybody(cases: dict[str, GroupSha
 
 @given(shares, st.integers(0, 20), st.sampled_from(["a", "b", "c", "d"]))
 def test_more_work_gets_no_fewer_instances(cases: dict[str, GroupShare], num_idle: int, name: str) -> None:
-    if name not in cases:
+    if name not in cases or not cases[name].num_instances:  # without any its tolerance is 0, whatever its work
         return
     busier = {**cases, name: GroupShare(cases[name].num_instances, 2 * cases[name].average + 0.5)}
     counts = [Counter(grant.group for grant in grants(each, num_idle))[name] for each in (cases, busier)]
