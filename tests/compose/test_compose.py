@@ -53,6 +53,14 @@ async def test_every_replica_works(stack: Stack, stack_reference: Reference) -> 
     assert len(_instances(answers, "decode")) == 2, "the answers came from one decode instance only"
 
 
+def test_engines_share_the_cores(stack: Stack) -> None:
+    """Each would take all of them otherwise."""
+    files = {
+        stack.compose("exec", engine, "stat", "-c", "%d %i", "/cores/in-use") for engine in ("encoder", "prefill", "decode")
+    }
+    assert len(files) == 1
+
+
 def _instances(answers: list[Answer], stage: str) -> set[str]:
     times = [time for answer in answers for time in (answer.trace or {})["stages"]]
     return {time["instance_id"] for time in times if time["stage"].startswith(stage)}
